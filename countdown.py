@@ -11,30 +11,32 @@ A model can write anything. So a grader must never run its text as code, must ne
 be fast: it takes time linear in the length of the text.
 """
 
+import ast
+import hashlib
 import random
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from fractions import Fraction
+from operator import add, mul, sub, truediv
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
-
-from engine.core.arithmetic import value_of
-from engine.core.config import Section
-from engine.questions.tasks import is_in_split
+from pydantic import BaseModel, Field, model_validator
 
 EXAMPLE_ROW = {"nums": [3, 7, 25], "target": 46}
 REWARD_PARTS = ("format", "answer")
 MAX_GENERATED = 10_000
 MAX_TRIES = 20_000  # after so many draws without a new question, we take it that none is left
 MAX_ANSWER_CHARS = 1_000
+MAX_TOKENS = 200  # of an expression, asked first: no verdict depends on how deep a parser can go
+OPERATORS = {"Add": add, "Sub": sub, "Mult": mul, "Div": truediv}
 # A number is ASCII digits, at most 20 of them and without leading zeros: int() would also take the
 # digits of other scripts, and refuses very long numbers.
 TOKEN = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,19})(?![0-9])|[-+*/()]")
 Number = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class Options(Section):
+class Options(BaseModel, extra="forbid", strict=True, use_attribute_docstrings=True):
     """Countdown's own keys in the config's `task` section; the text below each key explains it."""
 
     min_numbers: Number = 3
@@ -92,6 +94,12 @@ def generate_questions(
         have = f"only {len(rows)} different {split} questions were found in these ranges"
         raise ValueError(f"num_examples {num_examples}: {have}; ask for fewer, or widen them")
     return rows
+
+
+def is_in_split(key: str, split: str) -> bool:
+    """Whether a hash of its key puts a question into the split; 1 in 8 is for validation."""
+    is_held_out = hashlib.sha256(key.encode()).digest()[0] < 256 / 8
+    return is_held_out == (split == "validation")
 
 
 def draw_question(count: int, *, options: Options, rng: random.Random) -> dict:
@@ -186,11 +194,11 @@ def answer_reward_function(completion: str, *, nums: list[int], target: int) -> 
 
 
 def extract_answer(completion: str, example: dict, *, options: Options) -> str | None:
-    """The first answer block without its spaces, or None; majority votes count these."""
+    """The first answer block without its spaces and the breaks around it, or None, for votes."""
     answer = find_answer(completion)
     if answer is None or len(answer) > MAX_ANSWER_CHARS:
         return None
-    return "".join(answer.split()) or None
+    return answer.strip().replace(" ", "") or None
 
 
 def find_answer(completion: str) -> str | None:
@@ -201,7 +209,32 @@ def find_answer(completion: str) -> str | None:
 
 
 def tokenize(answer: str) -> list[str]:
-    """The numbers, operators and parentheses of an expression; ValueError for any other text."""
-    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer).strip(" "):
+    """The numbers, operators and parentheses of an expression; ValueError for any other text.
+
+    The expression may stand on a line of its own, but a line break within it is no expression.
+    """
+    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer.strip()).strip(" "):
         raise ValueError("too long, or a number or a character that no expression has")
     return TOKEN.findall(answer)
+
+
+def value_of(tokens: list[str]) -> Fraction:
+    """An expression's exact value; ValueError or ZeroDivisionError if it has none."""
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(f"more than {MAX_TOKENS} numbers, signs and brackets")
+    try:
+        return value_of_node(ast.parse(" ".join(tokens), mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError("no expression") from error
+
+
+def value_of_node(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant):
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -value_of_node(node.operand)
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op).__name__](
+            value_of_node(node.left), value_of_node(node.right)
+        )
+    raise ValueError("a sign or a bracket that no expression has there")

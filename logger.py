@@ -29,7 +29,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.files import append_durably, cut_lines, json_line
+from engine.core.files import append_durably, cut_lines, json_line, read_lines
 from engine.core.text import format_reward, plain, printable, shorten
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl")
@@ -79,6 +79,9 @@ class Logger:
             cut_lines(file, lambda row: moment_of(row) <= last)
         for board in self.boards:
             board.open(folder, about, self)
+            for row in read_lines(folder / "metrics.jsonl"):  # it takes those that it has missed
+                values = {name: row[name] for name in row if isinstance(row[name], float)}
+                board.log_metrics(moment_of(row), values)
 
     def info(self, text: str) -> None:
         """Print on rank 0, above a progress bar if one is drawn, in the encoding of stdout."""
@@ -139,23 +142,51 @@ class Logger:
         self.info("  ".join(parts))
 
     def print_evaluation(
-        self, title: str, metrics: dict[str, float], samples: list[dict[str, Any]]
+        self,
+        title: str,
+        metrics: dict[str, float],
+        samples: list[dict[str, Any]],
+        *,
+        totals: dict[str, int],
     ) -> None:
-        """Print the metrics of an evaluation, and its first samples."""
+        """Print the metrics of an evaluation, and samples: what became of step 0's.
+
+        `totals` has the number of answers behind a share: "0.333  (439 of 1,319)".
+        """
         names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
         names = [name for name in names if not name.endswith(("_low", "_high"))]
         lines, width = [title], max(map(len, names), default=0)
         for name in names:
             value, low, high = (metrics.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
             decimals = 1 if name.endswith("tokens") else 3
+            total = totals.get(name)
+            count = "" if total is None else f"  ({round(value * total):,} of {total:,})"
             interval = "" if low is None else f"  (95% interval {low:.3f} to {high:.3f})"
-            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{interval}")
-        self.print_samples("\n".join(lines), samples)
+            lines.append(f"  {name:<{width}} {value:7.{decimals}f}{count}{interval}")
+        start = self.samples_at_start(samples)
+        right, before = (sum(sample["solved"] for sample in some) for some in (samples, start))
+        told = f"  {right} of {len(samples)} are right" + f", {before} at the start" * bool(start)
+        self.print_samples("\n".join([*lines, *[told] * bool(samples)]), samples, start)
 
-    def print_samples(self, title: str, samples: list[dict[str, Any]]) -> None:
-        """Print the first three samples: the first one's prompt in full, then questions alone."""
+    def samples_at_start(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Step 0's samples, if their prompts are the same ones; else none."""
+        rows = [] if self.folder is None else read_lines(self.folder / "samples.jsonl")
+        rows = [row for row in rows if row["step"] == 0 and "solved" in row]
+        same = [row["prompt"] for row in rows] == [sample["prompt"] for sample in samples]
+        return rows if same else []
+
+    def print_samples(
+        self, title: str, samples: list[dict[str, Any]], start: list[dict[str, Any]]
+    ) -> None:
+        """Print three samples: of those whose verdict is not that of `start`, if any, or the first.
+
+        The first one that is printed has its whole prompt, the others have their questions alone.
+        """
+        numbered = [*enumerate(samples, start=1)]
+        pairs = zip(numbered, start, strict=False)
+        changed = [one for one, before in pairs if one[1]["solved"] != before["solved"]]
         lines = [title]
-        for number, sample in enumerate(samples[:3], start=1):
+        for number, sample in (changed or numbered)[:3]:
             reward = format_reward(sample["reward"], sample["reward_parts"])
             lines.append(f"  completion {number}  {reward}  {sample['tokens']} tokens")
             asked = sample["prompt"].strip() if self.is_first_sample else sample["question"]

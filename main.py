@@ -1,10 +1,11 @@
-"""Teach a language model to reason by reinforcement learning: GRPO and SIL in one script.
+"""Teach a language model to reason by reinforcement learning, GRPO and SIL: the program.
 
     torchrun --nproc-per-node=2 main.py                                 # the default, on a laptop
     torchrun --nproc-per-node=4 main.py --config configs/countdown-qwen2.5-3b.yaml
     python main.py training.num_steps=5 training.learning_rate=1e-4     # any key, on one process
 
-One step of the algorithm (`run_training` is the loop):
+plain.py is the algorithm alone, in one file: read that first. This computes the same, faster, and
+resumes, keeps the best model, and has more tasks and losses. One step (`run_training` is the loop):
 
     1. take N questions and sample G completions of each: the groups
     2. a rule says what each completion earns: the reward
@@ -45,15 +46,15 @@ from transformers import GenerationConfig
 
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World, init_world
-from engine.core.statistics import Clock, add_to_mean, reduce_means
+from engine.core.measures import Clock, add_to_mean, reduce_means
 from engine.core.tensors import autocast, left_pad, pack, right_pad, seeded
 from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
-from engine.model.load import load_model_and_tokenizer
-from engine.model.policy import Policy, make_policy
+from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_questions
-from engine.questions.prompts import completion_text
-from engine.questions.tasks import load_task, reward_parts
+from engine.questions.prompts import completion_text, make_prompts
+from engine.questions.rewards import reward_parts, total_reward
+from engine.questions.tasks import load_task
 from engine.report.metrics import evaluation_metrics
 from engine.run.checkpoint import save_best, save_checkpoint
 from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
@@ -83,15 +84,15 @@ def build_run(config: Config) -> Run:
     world, notes = init_world()  # rank, number of ranks, and this rank's device
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
     config = settle_config(config, world, notes, logger)  # fills in what it leaves open
-    task = load_task(config.task.code)
-    # An AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32. It computes in
-    # `dtype`: bf16 on a GPU that has it, otherwise float16; fp32 on most CPUs. policy.sampler is a
-    # copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is the model itself.
-    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, logger.info)
-    policy = make_policy(config, model, tokenizer, dtype, world, logger.info, generate=generate)
+    task = load_task(config.task)
+    # policy.model is an AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32.
+    # It computes in bf16 on a GPU that has it, otherwise in float16; in fp32 on most CPUs.
+    # policy.sampler is a copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is
+    # the model itself.
+    policy = load_policy(config, world, logger.info)
     logger.info(f"a completion ends at {policy.end_tokens}")
     validation, stream = load_questions(
-        task, config, tokenizer=tokenizer, context=policy.context_length, log=logger.info
+        task, config, tokenizer=policy.tokenizer, context=policy.context_length, log=logger.info
     )
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
@@ -127,7 +128,8 @@ def run_training(run: Run) -> int:
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
         if run.is_evaluation_due:  # first, last, each validation.every; not twice, nor if signalled
-            evaluate(run)
+            with run.left_at_signal():  # nothing of it is kept then
+                evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
         if run.is_over or world.stop_signal:
@@ -144,8 +146,8 @@ def run_training(run: Run) -> int:
             # Only LoRA dropout is random here (a model's own is 0): a resumed run repeats it.
             with clock("update"), seeded(seeds, world.device):
                 update = update_policy(run, groups)
+        run.end_step(update, next_position)  # counts it, also if nothing was updated
         metrics = step_metrics(run, groups, update, clock)  # means over all ranks, times
-        run.end_step(update, metrics, next_position)  # the next step, also if nothing was updated
         log_step(run, metrics, questions, groups, update)
         world.ask_whether_to_stop()  # sets `stop_signal` on all ranks if one was sent a signal
 
@@ -161,15 +163,20 @@ def sample_trajectories(
     The random numbers of a question follow from its seed, whatever the batch that it is in, the
     rank, or what was sampled before. In another batch rounding may differ, and so, rarely, a token.
     """
-    policy, task, config = run.policy, run.task, run.config
-    prompts = policy.make_prompts(task, config, questions, seeds, params, clock)  # ids, seeds
+    policy, task = run.policy, run.task
+    prompts = make_prompts(policy, task, questions, seeds, params, clock)  # ids, seeds
     with clock("rollout"):  # by sampling.backend: grouped, `generate` (below) or vLLM
         groups = decode_in_batches(
-            policy.sampler, prompts, params, config.sampling.max_batch_tokens, run.logger
+            policy.sampler,
+            prompts,
+            params,
+            run.config.sampling.max_batch_tokens,
+            run.logger,
+            generate=generate,
         )
     task.max_completion_length = params.max_new_tokens  # read by rewards for length, just below
     with clock("reward"):
-        return compute_rewards(policy, task, config, questions, prompts.token_ids, groups)
+        return compute_rewards(policy, task, questions, prompts.token_ids, groups)
 
 
 @torch.no_grad()
@@ -226,18 +233,17 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
 def compute_rewards(
     policy: Policy,
     task: Task,
-    config: Config,
     questions: list[dict],
     prompts: list[list[int]],
     groups: list[list[Completion]],
 ) -> list[list[Trajectory]]:
     """The completions as text, each with its reward: the weighted sum of what the task pays."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
-    parts = reward_parts(task, texts, questions, config.task, groups)  # parts[i][j]: by name
+    parts = reward_parts(task, texts, questions, groups)  # parts[i][j]: by name
     rewarded: list[list[Trajectory]] = [[] for _ in groups]
     for i, group in enumerate(groups):
         for j, completion in enumerate(group):
-            reward = config.task.total_reward(parts[i][j])
+            reward = total_reward(parts[i][j], task.options.reward_weights)
             rewarded[i].append(Trajectory(prompts[i], completion, texts[i][j], parts[i][j], reward))
     return rewarded
 
@@ -254,7 +260,7 @@ def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings
     elif training.advantage in ("mean", "zscore"):
         advantages = grpo_advantages(rewards, divide_by_std=training.advantage == "zscore")
     elif training.advantage == "over_mean":
-        from engine.update.losses import over_mean
+        from engine.update.advantages import over_mean
 
         advantages = over_mean(rewards)
     else:  # a function of the user's own
@@ -486,10 +492,13 @@ def evaluate(run: Run) -> None:
 
 def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[Trajectory]]]:
     """The metrics of all validation questions, and the completions of this rank's share."""
-    num_questions, n = len(run.validation_questions), run.config.validation.best_of_n
-    run.logger.info(f"evaluating: {num_questions:,} questions x {n} samples")
+    run.logger.info(
+        f"evaluating: {len(run.validation_questions):,} questions "
+        f"x {run.config.validation.best_of_n} samples"
+    )
     with clock("eval"):
-        groups = sample_validation(run)
+        with run.world.left_by_all():  # a signal ends it at the next token, then all ranks leave
+            groups = sample_validation(run)
         return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
 
 

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the script's 
 
 import main
 from engine.core.files import write_atomically
-from engine.model.sampler import copy_in
 from engine.run.config_file import load_config
 from engine.run.state import Run
+from engine.sampling.sampler import copy_in
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # as engine/core/distributed.py does for a run
 

@@ -43,7 +43,7 @@ SHORT = ["run.name=x", "training.num_steps=3", "training.warmup_steps=0"]
 SHORT += ["training.num_samples_per_step_global=4", "validation.num_examples=16"]
 SHORT += ["validation.every=2", "checkpoint.every=2"]
 SHORT += ["logging.rollouts_every=1", "logging.train_samples_every=1"]
-SHORT += ["logging.completions_every=1"]
+SHORT += ["logging.completions_every=1", "logging.samples=3"]  # the default was 3
 TINY = ["training.k_best_of_n=[8,8]", "training.max_new_gen_tokens=128"]
 TINY += ["validation.best_of_n=2"]
 THREE = [*TINY, "training.num_iterations=3"]

@@ -47,8 +47,7 @@ from engine.core.distributed import World, order_ddp_buckets
 from engine.core.tensors import autocast, right_pad
 from engine.core.types import PromptBatch, SamplingParams, Trajectory
 from engine.model.load import recompute
-from engine.model.policy import Policy
-from engine.model.sampler import choose_loop, sample_by_loop
+from engine.model.policy import Policy, load_policy
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
 from engine.run.state import Run
@@ -56,11 +55,11 @@ from engine.sampling.batches import decode_in_batches
 from engine.sampling.draw import draw_uniforms
 from engine.sampling.graphs import CapturedSteps, decode_captured
 from engine.sampling.grouped import DecodeBatch, decode_grouped
+from engine.sampling.sampler import choose_loop, sample_by_loop
 from engine.update.head import ChunkedScorer, head_log_probs
 from engine.update.optimizer import make_optimizer
 from logger import Logger
 from main import assign_advantages, generate, update_policy, wrap_policy
-from tools.chat import load_policy
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
@@ -147,7 +146,7 @@ def random_model(shape: dict[str, int], device: torch.device) -> nn.Module:
 def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions in bf16 that end as `end_rates` says."""
     config, world = load_config(["--config", os.devnull]), World(0, 1, model.device)
-    sampler = sample_by_loop(config, model, torch.bfloat16, world, generate)
+    sampler = sample_by_loop(config, model, torch.bfloat16, world)
     sampler = choose_loop(sampler, print)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
@@ -416,7 +415,9 @@ def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
         wrap_policy(policy, config, world, log)
     prompts = PromptBatch([[5, 9, 30]], [(0, 0)])
     params = dataclasses.replace(policy.params, max_new_tokens=4)
-    groups = decode_in_batches(policy.sampler, prompts, params, None, Logger(rank=1))
+    groups = decode_in_batches(
+        policy.sampler, prompts, params, None, Logger(rank=1), generate=generate
+    )
     ids = torch.arange(2, 34, device=setting.device)[None]
     policy.model.train()
     policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()

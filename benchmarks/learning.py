@@ -37,8 +37,8 @@ from transformers import TrainerCallback
 
 import main as program
 from engine import ROOT
+from engine.core.measures import Clock
 from engine.core.packages import import_package
-from engine.core.statistics import Clock
 from engine.report.metrics import evaluation_metrics
 from engine.run.state import Run
 from tools.plot import STYLE, draw_curve

@@ -35,7 +35,7 @@ import main as program
 from engine import ROOT
 from engine.core.files import write_atomically
 from engine.core.packages import import_package
-from engine.core.statistics import pass_at_k
+from engine.report.pass_at_k import pass_at_k
 from tools.plot import COLORS, DASHES, STYLE
 
 RUNS = ROOT / "runs/pass-at-k"

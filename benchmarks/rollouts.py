@@ -24,14 +24,14 @@ from engine import ROOT
 from engine.core.distributed import World
 from engine.core.tensors import left_pad
 from engine.core.types import Completion, PromptBatch, SamplingParams
-from engine.model.sampler import LoopSampler
+from engine.model.policy import load_policy
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
 from engine.sampling.batches import decode_in_batches
+from engine.sampling.sampler import LoopSampler
 from logger import Logger
-from main import get_generation_config
-from tools.chat import load_policy
+from main import generate, get_generation_config
 
 LOGGER = Logger(rank=0)
 TINY = ROOT / "tiny"
@@ -66,7 +66,8 @@ class Workload:
         self.position += len(seeds)
         most_tokens = None if self.model.device.type == "cuda" else 2**20
         prompts = PromptBatch(self.prompts, seeds)
-        return decode_in_batches(self.sampler, prompts, self.params, most_tokens, LOGGER)
+        args = (prompts, self.params, most_tokens, LOGGER)
+        return decode_in_batches(self.sampler, *args, generate=generate)
 
     def grouped(self) -> list[int]:
         """Lengths of the completions, by our decode loop."""
@@ -116,10 +117,10 @@ def load_workload(
     config = load_config(["--config", os.devnull, *overrides])
     world = World(rank=0, size=1, device=device)
     policy = load_policy(config, world, Logger(rank=1).info)
-    task, options = load_task(config.task.name), config.task
-    how = {"options": options, "num_examples": size.questions, "seed": 0, "exclude": []}
+    task = load_task(config.task)
+    how = {"options": task.options, "num_examples": size.questions, "seed": 0, "exclude": []}
     questions = task.generate_questions("train", **how)
-    prompts = encode_prompts(questions, task=task, options=options, tokenizer=policy.tokenizer)
+    prompts = encode_prompts(questions, task=task, tokenizer=policy.tokenizer)
     params = replace(policy.params, group_size=size.samples)
     return Workload(policy.sampler, prompts, params)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from common import load_run, print_table  # first: it finds the script's modules
 
 import main as program
-from engine.core.arithmetic import value_of
+from countdown import value_of
 from engine.core.files import write_atomically
 from engine.core.types import Trajectory
 

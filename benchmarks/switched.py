@@ -22,11 +22,11 @@ import engine.model.policy
 import main as program
 from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World
-from engine.core.statistics import Clock, add_to_mean
+from engine.core.measures import Clock, add_to_mean
 from engine.core.types import MicroBatch, SamplingParams, Seed, Trajectory
 from engine.model.policy import Policy
-from engine.model.sampler import DecodeLoop, LoopSampler, copy_in
 from engine.run.state import Run
+from engine.sampling.sampler import LoopSampler, copy_in
 from engine.update.optimizer import Update
 
 end_step, update_policy = Run.end_step, program.update_policy
@@ -52,10 +52,9 @@ def sample_a_copy(
     model: torch.nn.Module,
     compute_dtype: torch.dtype,
     world: World,
-    loop: DecodeLoop,
 ) -> LoopSampler:
     """The sampler is a copy in fp32 too, so that it need not follow the model at once."""
-    return LoopSampler(copy_in(compute_dtype, model, world.device), model, loop)
+    return LoopSampler(copy_in(compute_dtype, model, world.device), model)
 
 
 def update_without_refresh(run: Run, groups: list[list[Trajectory]]) -> Update:

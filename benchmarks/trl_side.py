@@ -9,7 +9,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 import main as program
 from engine.core.config import TrainingSettings
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import SeedWord, Trajectory
 from engine.questions.prompts import render_prompts
 from engine.run.state import Run
@@ -114,9 +114,7 @@ class Schedule(TrainerCallback):
 
 
 def as_trl_row(example: dict, run: Run) -> dict:
-    (prompt,), _ = render_prompts(
-        [example], task=run.task, options=run.config.task, tokenizer=run.policy.tokenizer
-    )
+    (prompt,), _ = render_prompts([example], task=run.task, tokenizer=run.policy.tokenizer)
     return example | {"prompt": prompt}
 
 

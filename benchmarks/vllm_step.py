@@ -18,7 +18,7 @@ import tempfile
 import torch
 from common import load_run, print_table, time_once  # first: it finds the script's modules
 
-from engine.core.statistics import Clock, reduce_means
+from engine.core.measures import Clock, reduce_means
 from engine.core.types import SeedWord
 from engine.report.metrics import rollout_metrics
 from engine.run.state import Run

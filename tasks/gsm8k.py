@@ -10,9 +10,9 @@ from typing import Literal
 
 from pydantic import PositiveInt, ValidationInfo, field_validator
 
-from engine.core.arithmetic import NUMBER
 from engine.core.config import Section
 from engine.questions.tasks import Hub
+from engine.sampling.arithmetic import NUMBER
 
 
 class Options(Section):

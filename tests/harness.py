@@ -47,13 +47,12 @@ import engine.run.start
 import main
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import Completion, Log, PromptBatch, Seed, Trajectory
-from engine.model.policy import Policy
-from engine.model.sampler import LoopSampler
+from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_examples
-from engine.questions.tasks import load_task, task_of
+from engine.questions.tasks import load_task, schema
 from engine.run.config_file import load_config
 from engine.run.log import validation_samples
 from engine.run.mistakes import mistakes_cost_one_line
@@ -61,9 +60,9 @@ from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.graphs import decode_captured
 from engine.sampling.grouped import decode_grouped
+from engine.sampling.sampler import LoopSampler
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from tools.chat import load_policy
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -91,7 +90,7 @@ ROWS = {
 }
 # What each fork would import and make anew
 for name in ROWS:
-    load_task(name)
+    schema(name)
 get_checkpoint_conversion_mapping("qwen2")
 
 
@@ -360,7 +359,7 @@ def make_run(
         world=world or alone(),
         logger=Logger(rank=1),
         folder=Path("no-folder"),
-        task=load_task(config.task.name),
+        task=load_task(config.task),
         policy=policy,
         validation_questions=questions or [],
     )
@@ -390,6 +389,7 @@ def sample(
         replace(policy.params, group_size=num_samples, **changes),
         max_batch_tokens,
         listener(on_progress),
+        generate=main.generate,
     )
 
 
@@ -401,11 +401,13 @@ def listener(on_progress: Callable[[int], None], once: Log = lambda line: None) 
 
 def loop_of(policy: Policy) -> str:
     """The name of the decode loop that samples."""
-    return next(name for name, loop in LOOPS.items() if loop is policy.sampler.loop)
+    return next(
+        name for name, loop in LOOPS.items() if loop is (policy.sampler.loop or main.generate)
+    )
 
 
 def load_rows(
-    task: Task | ModuleType,
+    task: str | ModuleType,
     source: str | Path,
     split: str,
     num_examples: int | None = None,
@@ -416,10 +418,18 @@ def load_rows(
     **options: object,
 ) -> list[dict]:
     """A task's questions of a split, from a file, the hub or "generated", under its `options`."""
-    how = {"num_examples": num_examples, "seed": with_seed, "held_out": held_out}
-    settings = task.Options(**options)
-    task = task_of(task) if isinstance(task, ModuleType) else task
-    return load_examples(task, str(source), split, options=settings, exclude=exclude, **how)
+    source, other = str(source), str(source) if held_out else "other.jsonl"
+    train, evaluation = (source, other) if split == "train" else (other, source)
+    task = make_task(task, train=train, eval=evaluation, **options)
+    how = {"num_examples": num_examples, "seed": with_seed, "exclude": exclude}
+    return load_examples(task, split, **how)
+
+
+def make_task(code: str | ModuleType, **options: object) -> Task:
+    """A task by its name, its module or its functions, with its defaults but for `options`."""
+    code = code if isinstance(code, str) else code.__name__.rpartition(".")[2]
+    named = {"reward" if ":" in code else "name": code}
+    return load_task(type(schema(code)().task)(**named, **options))
 
 
 # Rewards by construction
@@ -460,8 +470,8 @@ def grade_by_text(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(countdown, "QUESTION", "{nums} = {target}")
     patch.setattr(countdown, "ASSISTANT_PREFIX", "<think>")
     for name in ROWS:
-        task = load_task(name)
-        patch.setattr(task, "reward_function", by_text(task.reward_function))
+        module = sys.modules[name if name == "countdown" else f"tasks.{name}"]
+        patch.setattr(module, "reward_function", by_text(module.reward_function))
 
 
 def set_rates(patch: pytest.MonkeyPatch, rates: list[float]) -> None:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from harness import install_grading
 
+import countdown
 import main as program
-from engine.questions.tasks import load_task
 
 FILE_EVENTS = {
     *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
@@ -76,9 +76,8 @@ def install_fault(fault: dict, arguments: list[str]) -> None:
     folder = Path(given)
     (folder / f"pid-{rank}").write_text(str(os.getpid()))
     if rank == 0 and fault["do"] == "raise":
-        task = load_task("countdown")
-        given = (fault, itertools.count(1), task.reward_function, folder)
-        task.reward_function = functools.partial(fail_at_call, *given)
+        given = (fault, itertools.count(1), countdown.reward_function, folder)
+        countdown.reward_function = functools.partial(fail_at_call, *given)
     elif rank == 0 and fault["do"] == "copy":
         sys.addaudithook(Copier(folder, Path(fault["to"])))
     elif rank == 0:

@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from engine.questions.contract import CsvRow, with_numbers
 from engine.questions.data import fit_to_config, load_table, number_columns
-from engine.questions.tasks import load_task, reward_parts
+from engine.questions.rewards import reward_parts
+from engine.questions.tables import CsvRow, with_numbers
+from engine.questions.tasks import load_task
 from engine.run.config_file import combine
 from engine.run.mistakes import mistakes_cost_one_line
 from tasks.grader_worker import Worker, WorkerLost, answer_requests
@@ -45,19 +46,18 @@ def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[s
     if function and row is None:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
-    task = load_task(name)  # of a function of task.reward, which is called as a run does
     key, is_task = "task.reward" if function else "task.name", row is None
     config = combine({}, [f"{key}={name}", *overrides])
+    task = load_task(config.task)  # of a function of task.reward, which is called as a run does
     fit_to_config(task, config)
-    options = config.task
     if is_task:
         if task.reward_function is None:
             fix = "name the function that reads: module:name"
             raise SystemExit(f"{name}: its Environment pays; {fix}")
         if not task.EXAMPLE_ROW:
             raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
-        row = task.parse_row(task.EXAMPLE_ROW, options=options)
-    pay = functools.partial(reward_parts, task, examples=[row], options=options)
+        row = task.parse_row(task.EXAMPLE_ROW, options=task.options)
+    pay = functools.partial(reward_parts, task, examples=[row])
 
     def grade(text: str) -> float:
         ((parts,),) = pay(texts=[[text]], groups=[[None]])

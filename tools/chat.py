@@ -36,15 +36,16 @@ from transformers.generation import BaseStreamer
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings, as_reward
-from engine.core.distributed import World, init_world
-from engine.core.statistics import Clock
+from engine.core.distributed import init_world
+from engine.core.measures import Clock
 from engine.core.text import error_line, format_reward, plain, printable
-from engine.core.types import Log, SeedWord, Trajectory
-from engine.model.load import load_model_and_tokenizer
-from engine.model.policy import Policy, make_policy
-from engine.questions.contract import Task, assistant_prefix, pose
+from engine.core.types import SeedWord, Trajectory
+from engine.model.policy import Policy, load_policy
+from engine.questions.contract import Task, assistant_prefix
 from engine.questions.data import fit_to_config, load_examples
-from engine.questions.tasks import built_in_tasks, load_task, read_answer
+from engine.questions.prompts import make_prompts
+from engine.questions.rewards import read_answer
+from engine.questions.tasks import built_in_tasks, load_task
 from engine.run import config_file
 from engine.run.config_file import combine, nest, read_file, section_of
 from engine.run.folder import run_that_made
@@ -62,7 +63,7 @@ def main() -> None:
         config = chat_config(talks or options)
         policy, task = load_chat(config, is_watching=options.watch)
         if talks is not None and policy.tokenizer.chat_template is not None:
-            task = Talk(__file__, {})
+            task = Talk(__file__, {}, config.task)
         elif talks is not None:
             config = chat_config(options)  # refuses a reward whose code must be asked for
     if sys.stdin is not None and sys.stdin.isatty() and not options.watch:
@@ -79,7 +80,7 @@ def main() -> None:
             print(error_line(error), file=sys.stderr, flush=True)
             num_refused += 1
             continue
-        print_now(f"{judge(task, config.task, example, trajectory)}\n\n".removeprefix("\n"))
+        print_now(f"{judge(task, example, trajectory)}\n\n".removeprefix("\n"))
         num_answered += 1
     if num_refused > 0 and not sys.stdin.isatty():
         sys.exit(2)
@@ -161,11 +162,11 @@ class Talk(Task):
     def generate_prompt(self, example: dict, *, options: TaskSettings) -> list[dict]:
         return example["messages"]
 
-    def reward_groups(self, texts: list, examples: list[dict], *, options: TaskSettings, **_):
+    def reward_groups(self, texts: list, examples: list[dict], groups: list) -> list[list[dict]]:
         """No reward; the answer becomes a turn."""
         ((text,),), (example,) = texts, examples
         self.turns = [*example["messages"], {"role": "assistant", "content": text}]
-        return [[dict.fromkeys(options.reward_weights)]]
+        return [[dict.fromkeys(self.options.reward_weights)]]
 
 
 def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Task]:
@@ -173,17 +174,11 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Tas
     world, _ = init_world()
     if world.size > 1:
         raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
-    task = load_task(config.task.code)
+    task = load_task(config.task)
     fit_to_config(task, config)
     if task.parse_question is None and not is_watching:
         raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
     return load_policy(config, world, Logger(rank=0).info), task
-
-
-def load_policy(config: Config, world: World, log: Log) -> Policy:
-    """A model that is not trained, and what samples from it."""
-    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, log)
-    return make_policy(config, model, tokenizer, dtype, world, log, generate=generate)
 
 
 def how_to_ask(task: Task) -> str:
@@ -209,17 +204,8 @@ def typed_lines() -> Iterator[str]:
 
 
 def watched(task: Task, config: Config) -> list[dict]:
-    options = config.task
-    return load_examples(
-        task,
-        options.eval,
-        "validation",
-        options=options,
-        num_examples=min(100, config.validation.num_examples),
-        seed=0,
-        held_out=options.train == options.eval,
-        exclude=[],
-    )
+    num = min(100, config.validation.num_examples)
+    return load_examples(task, "validation", num_examples=num, seed=0, exclude=[])
 
 
 def sample_answer(
@@ -234,7 +220,7 @@ def sample_answer(
     seeds, tokenizer = [(SeedWord.TYPED, config.training.seed, number)], policy.tokenizer
     context, params = policy.context_length, replace(policy.params, group_size=1)
     num_new = params.max_new_tokens
-    prompts = policy.make_prompts(task, config, [example], seeds, params, Clock())
+    prompts = make_prompts(policy, task, [example], seeds, params, Clock())
     (prompt_ids,), conversations = prompts.token_ids, prompts.conversations
     if context is not None and len(prompt_ids) + num_new > context:
         raise ValueError(
@@ -244,20 +230,22 @@ def sample_answer(
     if conversations:
         params = replace(params, conversations=conversations[0])
     if streamer is None:
-        begun = assistant_prefix(pose(example, task=task, options=config.task))
+        begun = assistant_prefix(task.pose(example))
         print_now(tokenizer.decode(prompt_ids) if conversations else begun)
-    policy.sampler.loop = functools.partial(generate, streamer=streamer or Stream(policy))
-    group = policy.sampler.decode([prompt_ids], seeds, params, on_progress=lambda _: None)
-    ((trajectory,),) = compute_rewards(policy, task, config, [example], [prompt_ids], [group])
+    streamed = functools.partial(generate, streamer=streamer or Stream(policy))
+    group = policy.sampler.decode(
+        [prompt_ids], seeds, params, on_progress=lambda _: None, generate=streamed
+    )
+    ((trajectory,),) = compute_rewards(policy, task, [example], [prompt_ids], [group])
     return trajectory
 
 
-def judge(task: Task, options: TaskSettings, example: dict, trajectory: Trajectory) -> str:
+def judge(task: Task, example: dict, trajectory: Trajectory) -> str:
     """The reward with its parts; where the right answer is unknown, how the task reads this one."""
     is_paid = not isinstance(task, Talk)
     notes = [format_reward(trajectory.reward, trajectory.reward_parts)] * is_paid
     if example.get("answer") == "":  # tasks leave it empty where only a question was typed
-        read = read_answer(task, trajectory.text, example, options)
+        read = read_answer(task, trajectory.text, example)
         notes = [f"its answer is read as {read or 'none'}; no reward without the right one"]
     if trajectory.completion.truncated:
         notes.append("cut off at training.max_new_gen_tokens")

@@ -15,10 +15,10 @@ from pathlib import Path
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.files import check_replaceable, json_line, write_atomically
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import SeedWord
-from engine.questions.contract import with_numbers
 from engine.questions.data import load_questions
+from engine.questions.tables import with_numbers
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.run.state import Run
 from logger import Logger

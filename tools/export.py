@@ -11,10 +11,11 @@ repository is private unless --public is given.
 
 import argparse
 import warnings
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, get_token
+from huggingface_hub import HfApi, ModelCard, get_token
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -27,6 +28,9 @@ from engine.run.checkpoint import load_state, newest_whole, save_model
 from engine.run.fingerprint import MODEL_FILES, of_model
 from engine.run.merge import merged
 from engine.run.mistakes import mistakes_cost_one_line
+
+# What save_model writes of a model or an adapter
+OURS = ("config.json", "generation_config.json", "model*.safetensors*", "adapter_*", "best.json")
 
 
 def main() -> None:
@@ -66,7 +70,7 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         what = "adapter" if model == run else "best model"
         if model != run:
             check_base(run)
-        plain, tokenizer = merged(config, dtype=torch.bfloat16)
+        plain, tokenizer = merged(config, no_log, dtype=torch.bfloat16)
         model, card = run / "merged", merged_card(card)
         save_model(plain, tokenizer, card, model)
         print(f"the {what}, merged: {model}")
@@ -84,9 +88,22 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         save_model(small, tokenizer, card, run / "merged-4bit")
         print(f"the best model, in 4 bits: {run / 'merged-4bit'}")
     if asked.push:
-        HfApi().create_repo(asked.push, private=not asked.public, exist_ok=True)
-        HfApi().upload_folder(repo_id=asked.push, folder_path=model)
-        print(f"uploaded to https://huggingface.co/{asked.push}")
+        ModelCard(card).validate()  # ValueError for what the hub would refuse behind an empty place
+        push(model, asked.push, private=not asked.public)
+
+
+def push(folder: Path, name: str, *, private: bool) -> None:
+    """Upload a folder; what an upload of the other kind has left there goes in the same commit.
+
+    An adapter's description beside a merged model would make everybody load the adapter.
+    """
+    hub = HfApi()
+    hub.create_repo(name, private=private, exist_ok=True)
+    there = [file for file in hub.list_repo_files(name) if not (folder / file).exists()]
+    gone = [file for file in there if any(fnmatch(file, pattern) for pattern in OURS)]
+    hub.upload_folder(repo_id=name, folder_path=folder, delete_patterns=gone or None)
+    removed = f"; removed there: {', '.join(gone)}" if gone else ""
+    print(f"uploaded to {hub.endpoint}/{name}{removed}")
 
 
 def check_base(run: Path) -> None:

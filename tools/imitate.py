@@ -10,11 +10,13 @@ what the file of answers holds, and how many a step has.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import shlex
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +26,16 @@ from torch import nn
 from engine.core.config import Config, ConfigError, LoggingSettings
 from engine.core.distributed import order_ddp_buckets
 from engine.core.files import json_line, write_atomically
+from engine.core.measures import Clock
 from engine.core.packages import import_package
-from engine.core.statistics import Clock
 from engine.core.tensors import seeded
 from engine.core.types import Completion, SeedWord, Trajectory
 from engine.questions.contract import Task
-from engine.questions.data import QuestionStream, fit_to_config, load_table, parse_table
-from engine.questions.prompts import completion_text, encode_prompts, end_of_turn, whole_characters
-from engine.questions.tasks import load_task, reward_parts
+from engine.questions.data import QuestionStream, are_others, fit_to_config, load_table, parse_table
+from engine.questions.prompts import completion_text, encode_prompts
+from engine.questions.rewards import reward_parts
+from engine.questions.tasks import load_task
+from engine.questions.templates import end_of_turn, whole_characters
 from engine.run.card import merged_card, model_card
 from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config
@@ -46,7 +50,7 @@ from main import build_run, measure_policy, update_policy
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once: there is nothing to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once until it trains
     parser = argparse.ArgumentParser("python -m tools.imitate", description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a folder or a hub id")
     parser.add_argument("answers", help="a file or a hub id")
@@ -59,7 +63,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     with mistakes_cost_one_line():
         config = imitating(options)
-        rows = read_answers(load_task(config.task.code), config, options.answers)
+        rows = read_answers(load_task(config.task), config, options.answers)
         try:
             run = build_run(config)
             fit_to_config(run.task, config, run.logger.info, options.answers)
@@ -73,16 +77,24 @@ def main() -> None:
                 shutil.rmtree(run_folder(config), ignore_errors=True)
             raise
     with crashes_name_the_fix(run.folder, run.training):
+        run.world.signals.start()
         measured = imitate(run, answers)
+    step, stop_signal = run.state.step, run.world.stop_signal
+    if stop_signal:
+        run.logger.info(f"stopped by a signal after {step} of {config.training.num_steps} steps")
     with mistakes_cost_one_line():  # such as a full disk
-        write_imitation(run, measured, options.answers)
-        given = [f"--config={options.config}"] * bool(options.config) + options.overrides
-        given += [f"model.name={run.folder}"]
-        given += [f"training.learning_rate={config.training.learning_rate:g}"]
-        again = f"{command('main.py')} {shlex.join(given)}"
-        run.logger.info(f"written: {run.folder}; train it: {again}")
+        if step > 0:
+            write_imitation(run, measured, options.answers)
+            given = [f"--config={options.config}"] * bool(options.config) + options.overrides
+            given += [f"model.name={run.folder}"]
+            given += [f"training.learning_rate={config.training.learning_rate:g}"]
+            again = f"{command('main.py')} {shlex.join(given)}"
+            run.logger.info(f"written: {run.folder}; train it: {again}")
+        elif run.world.is_main:  # an adapter's base, again
+            shutil.rmtree(run_folder(config), ignore_errors=True)
     run.policy.scorer = None  # frees DDP, which must not outlive the process group
     run.world.leave()
+    sys.exit(stop_signal and 128 + stop_signal)
 
 
 def imitating(options: argparse.Namespace) -> Config:
@@ -126,9 +138,10 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
         raise ConfigError([f"task.name = {config.task.name}: {problem}"])
     parse, table = functools.partial(parse_answer, task), load_table(source)
-    form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse})  # {} is every column
+    # {} is every column
+    form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse}, task.options)
     try:
-        rows = parse_table(table, form, source, config.task)
+        rows = parse_table(table, form, source)
     except ValueError as error:
         row = json.dumps(task.EXAMPLE_ROW | {"completion": "..."})
         hint = f"; rows must look like {row}" if task.EXAMPLE_ROW else ""
@@ -159,11 +172,11 @@ def choose_answers(
 ) -> list[Trajectory]:
     """The answers to questions that are not of the validation; ValueError if there are none."""
     task, log = run.task, run.logger.info
-    held_out = {task.question_key(question) for question in run.validation_questions}
+    asked, known = [row["question"] for row in rows], run.validation_questions
+    is_other = are_others(task, asked, known)
     answers = [
         make_answer(run, row, f"{source}, row {number}")
-        for number, row in enumerate(rows, start=1)
-        if task.question_key(row["question"]) not in held_out
+        for number, row in itertools.compress(enumerate(rows, start=1), is_other)
     ]
     if num_held_out := len(rows) - len(answers):
         log(f"{source}: {num_held_out:,} answers to validation questions are left out")
@@ -178,10 +191,10 @@ def choose_answers(
 
 def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     """A row as if it had been sampled; ValueError, with its place, if it cannot have been."""
-    policy, options = run.policy, run.config.task
+    policy = run.policy
     question, text = row["question"], row["completion"]
     tokenizer, end = policy.tokenizer, end_of_turn(policy.tokenizer)
-    (prompt,) = encode_prompts([question], task=run.task, options=options, tokenizer=tokenizer)
+    (prompt,) = encode_prompts([question], task=run.task, tokenizer=tokenizer)
     ids = tokenizer.encode(whole_characters(text), add_special_tokens=False)
     ids.append(tokenizer.eos_token_id if end is None else end)
     zeros = np.zeros(len(ids), np.float32)
@@ -193,18 +206,23 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
         problem = "the tokenizer cannot give its completion back, or it holds an end token"
         raise ValueError(f"{place}: {problem}: {text!r:.60}")
-    ((parts,),) = reward_parts(run.task, [[text]], [question], options, [[completion]])
+    ((parts,),) = reward_parts(run.task, [[text]], [question], [[completion]])
     return Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
 
 
 def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
-    """Train on the answers, shuffled by the seed; returns an evaluation, losses, an evaluation."""
+    """Train on the answers, shuffled by the seed; returns an evaluation, losses, an evaluation.
+
+    A signal ends it after the step, or in an evaluation, which it then lacks.
+    """
     world, state, training = run.world, run.state, run.config.training
     stream = QuestionStream(answers, training.seed, True, lambda answer: 0, 0, run.logger.info)
     questions_per_step = run.config.questions_per_step(world.size)
     per_rank = questions_per_step // world.size
-    measured = [measure_and_log(run)]
-    while not run.is_over:
+    measured: list[dict[str, float]] = []
+    with run.left_at_signal():
+        measured.append(measure_and_log(run))
+    while not run.is_over and not world.stop_signal:
         step = state.step + 1
         drawn, state.position = stream.take(state.position, questions_per_step)
         groups = [[answer] for _, answer in drawn[world.rank * per_rank :][:per_rank]]
@@ -220,7 +238,11 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         measured.append({"step": step, "train/loss": loss, "train/lr": rate})
         run.logger.info(f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}")
         state.step = step
-    return [*measured, measure_and_log(run)]
+        world.ask_whether_to_stop()
+    if not world.stop_signal:
+        with run.left_at_signal():
+            measured.append(measure_and_log(run))
+    return measured
 
 
 def measure_and_log(run: Run) -> dict[str, float]:

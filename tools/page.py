@@ -13,7 +13,7 @@ import numpy as np
 from engine.core.config import Config, dotted, dotted_values
 from engine.core.files import whole_lines, without_nan
 from engine.core.text import plain, shorten, show
-from engine.questions.tasks import built_in_tasks, load_task, schema
+from engine.questions.tasks import built_in_tasks, schema
 from engine.run.config_file import read_file, task_name
 from tools.plot import BEST_OF, Table, panels_of, points, read_table
 
@@ -138,7 +138,7 @@ def settings(file: Path) -> Iterator[dict]:
     values = read_file(file)
     name = task_name(values)
     # A task of the user's own is not imported, so the defaults of its own keys are None.
-    full_schema = schema(load_task(name)) if name in built_in_tasks() else Config
+    full_schema = schema(name) if name in built_in_tasks() else Config
     defaults = dotted_values(full_schema())
     for key, value in dotted(values).items():
         text, default = show(value), show(defaults[key]) if key in defaults else None

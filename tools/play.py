@@ -43,14 +43,14 @@ def model_data(folder: Path, name: str, pass_at_1: float) -> dict:
 
 def tables() -> dict:
     """What the page knows beside the weights."""
-    task, tokenizer = load_task("countdown"), PreTrainedTokenizerFast.from_pretrained(TINY)
-    options = schema(task)().task
+    options = schema("countdown")().task
+    task, tokenizer = load_task(options), PreTrainedTokenizerFast.from_pretrained(TINY)
     rows = task.generate_questions(
         "validation", options=options, num_examples=NUM_QUESTIONS, seed=0, exclude=[]
     )
     numbers = [token for n in range(100) for token in tokenizer.encode(str(n))]  # one token each
     example = {"nums": [77, 88], "target": 99}
-    (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
+    (ids,) = encode_prompts([example], task=task, tokenizer=tokenizer)
     a, b, c = (ids.index(numbers[n]) for n in (77, 88, 99))
     params = SamplingParams(MAX_TOKENS, 1.0, 1.0, 0, (), 0, group_size=NUM_DRAWS)
     return {

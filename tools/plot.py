@@ -176,6 +176,7 @@ def make_figure(
             draw_curve(axes, i, curve[["steps", "minutes"].index(over)], curve)
     for axes in grid[: len(panels)][-2:]:  # the lowest of their columns
         axes.set_xlabel(over)
+        axes.locator_params(axis="x", integer=over == "steps")
         axes.tick_params(labelbottom=True)
     figure.align_ylabels()
     figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")

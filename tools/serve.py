@@ -7,6 +7,7 @@ the Origin, where a browser sends one, must agree with it.
 
 import argparse
 import errno
+import importlib
 import itertools
 import json
 import os
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.core.files import json_line
-from engine.questions.contract import question_text
-from engine.questions.tasks import load_task, read_answer
+from engine.questions.rewards import read_answer
+from engine.questions.tasks import load_task
 from engine.run.config_file import read_file, section_of
 from tools import page
 
@@ -34,7 +35,6 @@ LOADED: dict[tuple, Any] = {}  # the policies of the two models that were asked 
 
 def serve(options: argparse.Namespace) -> None:
     """Serve the run in options.folder until Ctrl-C; raises ValueError or OSError of one line."""
-    os.nice(10)  # the run that trains comes first
     os.environ["OMP_NUM_THREADS"] = "1"
     for port in itertools.count(options.port):  # the next free one
         try:
@@ -45,6 +45,9 @@ def serve(options: argparse.Namespace) -> None:
                 problem = getattr(error, "strerror", error)
                 raise ValueError(f"port {port}: {problem}; give another --port") from error
     server.options, server.files = options, page.files_of(options.folder)
+    # It imports torch. At the low priority, beside a busy run, the first question waited a minute.
+    threading.Thread(target=importlib.import_module, args=["tools.chat"]).start()
+    os.nice(10)  # the run that trains comes first
     address = f"http://127.0.0.1:{server.server_port}"
     taken = f" (port {options.port} is taken)" * (port != options.port)
     with server, suppress(KeyboardInterrupt):
@@ -56,8 +59,8 @@ class Handler(BaseHTTPRequestHandler):
     """GET / is the page, GET /data?VERSION its data if they are newer, POST /ask an answer."""
 
     def handle(self) -> None:
-        """Answer; a reader who has left, such as a tab that was closed, is no mistake."""
-        with suppress(ConnectionError):
+        """Answer; a reader who has left, or a server that Ctrl-C ends just now, is no mistake."""
+        with suppress(OSError):
             super().handle()
 
     def parse_request(self) -> bool:
@@ -133,7 +136,7 @@ def models(folder: Path) -> list[str]:
 
 def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict], None]) -> None:
     """Sample an answer to a question that was typed, or to the held-out one of that number."""
-    import torch  # it and what needs it take seconds: only where something is asked
+    import torch  # it and what needs it take seconds, in which the page is shown
 
     from engine.core.distributed import World
     from engine.core.types import no_log
@@ -148,7 +151,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     overrides = [f"model.revision={json.dumps(revision)}"]
     asked = argparse.Namespace(model=json.dumps(name), config=options.config, overrides=overrides)
     config = chat.chat_config(asked, run=options.folder)
-    task = load_task(config.task.code)
+    task = load_task(config.task)
     fit_to_config(task, config)
     if request.get("question") == "":
         raise ValueError(chat.how_to_ask(task))
@@ -157,9 +160,9 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     else:
         held_out = chat.watched(task, config)
         example = held_out[number % len(held_out)]
-    asked = question_text(example, task=task, options=config.task)  # refuses an own row's form
+    asked = task.question_text(example)  # refuses an own row's form
     key = name, Path(name).stat().st_mtime if Path(name).is_dir() else 0  # best/ is replaced
-    send({"question": asked, "is_loading": key not in LOADED})
+    send({"question": asked})
     if key not in LOADED:
         world = World(rank=0, size=1, device=torch.device(options.device))
         for old in [*LOADED][:-1]:
@@ -170,8 +173,8 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     with policy.sampler.model.register_forward_hook(sender.keep):
         trajectory = chat.sample_answer(policy, task, config, example, number, sender)
     answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
-    answered["read"] = read_answer(task, trajectory.text, example, config.task)
-    send(answered | {"paid": chat.judge(task, config.task, example, trajectory)})
+    answered["read"] = read_answer(task, trajectory.text, example)
+    send(answered | {"paid": chat.judge(task, example, trajectory)})
 
 
 class Sender:

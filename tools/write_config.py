@@ -10,7 +10,7 @@ from pathlib import Path
 
 from engine import ROOT
 from engine.core.config import explained
-from engine.questions.tasks import load_task, schema
+from engine.questions.tasks import schema
 from engine.run.config_file import WORDS_ELSEWHERE, read_file
 
 
@@ -20,7 +20,7 @@ def write_defaults(file: Path) -> None:
     if subprocess.run(git).returncode != 0:
         raise SystemExit(f"error: {file} is changed: git add it, or restore it, first")
     header, _, _ = file.read_text("utf-8").partition("\n\n")
-    defaults = schema(load_task("countdown"))()
+    defaults = schema("countdown")()
     file.write_text(f"{header}\n\n{explained(defaults)}\n", "utf-8")
 
 

@@ -88,8 +88,10 @@ class ModelSettings(Section):
     """For training.learning_type=distill: the model that the trained one learns from, a folder or a
     hub id. It must have the same tokens; its weights stay in memory, in the compute dtype."""
     revision: str | None = None
-    """The branch, tag or commit of a model on the hub. A commit makes the run repeatable; null uses
-    the newest version when a run begins, and a resumed run keeps it."""
+    """The branch, tag or commit of a model on the hub; null is main. A run looks up its commit when
+    it begins, writes that here, and keeps it."""
+    teacher_revision: str | None = None
+    """The same for model.teacher."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The precision of the arithmetic; the trained weights are float32 in any case. bfloat16 is
     fast. float16 is as fast on a GPU and rounds 8 times less, but its largest number is 65504: the
@@ -103,8 +105,9 @@ class ModelSettings(Section):
     eager, which is slow in updates (Gemma 2 needs it); flash_attention_2 needs its package."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass instead of keeping them. The update then needs
-    much less memory and about a third more time. null does so on a GPU that would hold neither 8192
-    tokens otherwise, nor two of the longest rows, and with shard; it never does on a CPU."""
+    much less memory and about a third more time. null does so on a GPU that otherwise would not
+    hold 8192 tokens (or micro_batch_tokens) and two of the longest rows, and with shard; it never
+    does on a CPU."""
     shard: bool = False
     """false keeps the whole model, its gradients and the optimizer's averages on each GPU (DDP), 16
     bytes per weight. true splits them among the ranks (FSDP2), for a model that does not fit
@@ -183,11 +186,6 @@ class TaskSettings(Section):
     def code(self) -> str:
         """What `load_task` loads."""
         return self.reward or self.name
-
-    def total_reward(self, parts: dict[str, float | None]) -> float:
-        """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
-        weights = self.reward_weights
-        return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
 
 
 class SamplingSettings(Section):
@@ -416,8 +414,9 @@ class LoggingSettings(Section):
     """true is the same as mlflow in report_to."""
     experiment: Text = "plain-grpo"
     """The name of the MLflow experiment, and of the wandb project."""
-    samples: NonNegativeInt = 3
-    """How many completions samples.jsonl keeps of each evaluation; the first three are printed."""
+    samples: NonNegativeInt = 12
+    """How many completions samples.jsonl keeps of each evaluation. Step 0's first three are
+    printed, and later up to three of those that were right or wrong then and now are not."""
     train_samples_every: NonNegativeInt = 0
     """Print and keep completions of training questions too, as many as `samples` says, whenever
     this number of steps has passed; 0 is off. samples.jsonl has them with "split": "train"."""
@@ -511,13 +510,16 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
     """YAML with each key below its explanation; a key that `shared` lacks stands as a comment."""
     lines = []
     for key, own in type(settings).model_fields.items():
-        field, value = shared.model_fields.get(key, own), getattr(settings, key)
-        explanation, text = field.description or "", f"{key}: {show(settings.model_dump()[key])}"
+        field = shared.model_fields.get(key, own)
+        value = getattr(settings, key)
+        explanation = field.description or ""
+        text = f"{key}: {show(settings.model_dump()[key])}"
         if isinstance(value, Section):
             lines.append("")
             explanation = field.annotation.__doc__
             text = f"{key}:\n{explained(value, field.annotation, '  ')}"
-        words, width = " ".join(explanation.split()), 98 - len(indent)
+        words = " ".join(explanation.split())
+        width = 98 - len(indent)
         comment = textwrap.wrap(words, width, break_on_hyphens=False)
         lines += [f"{indent}# {line}" for line in comment]
         lines.append(f"{indent}{'' if key in shared.model_fields else '#'}{text}")
@@ -525,23 +527,30 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
 
 
 class ConfigError(ValueError):
-    """A user's mistake; each of `lines` names the key or the file, and the fix."""
+    """A user's mistake; each of `lines` names the key or the file, and the fix.
 
-    def __init__(self, lines: list[str]) -> None:
+    `better` is what a file of other trainers' words is in ours, as YAML.
+    """
+
+    def __init__(self, lines: list[str], better: str = "") -> None:
         super().__init__("\n".join(lines))
         self.lines = lines
+        self.better = better
 
 
 def check_world(config: Config, num_ranks: int) -> None:
     """Raises ConfigError for values that cannot work together, or not on this number of ranks."""
-    values, problems = dotted_values(config), impossible(config, num_ranks)
+    values = dotted_values(config)
+    problems = impossible(config, num_ranks)
     if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
         raise ConfigError(lines)
 
 
 def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     """Each key whose value cannot work beside the other values, with the fix."""
-    model, training, validation = config.model, config.training, config.validation
+    model = config.model
+    training = config.training
+    validation = config.validation
     if 0 < validation.temperature < MIN_TEMPERATURE:
         yield "validation.temperature", f"must be 0, which is greedy, or at least {MIN_TEMPERATURE}"
     if validation.temperature == 0 and validation.best_of_n > 1:
@@ -558,8 +567,11 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
     if config.mode == "evaluate":
         return  # the others are only read in training
-    k, n, is_sil = training.num_best, training.group_size, training.learning_type == "sil"
-    key, is_taught = "training.k_best_of_n", training.learning_type == "distill"
+    k = training.num_best
+    n = training.group_size
+    is_sil = training.learning_type == "sil"
+    key = "training.k_best_of_n"
+    is_taught = training.learning_type == "distill"
     if is_taught != (model.teacher is not None):
         needs_one = "training.learning_type=distill needs one; give a folder or a hub id"
         yield "model.teacher", needs_one if is_taught else "only distill reads it; write null"

@@ -1,19 +1,21 @@
 """What the processes of a run do together: sum numbers, broadcast rank 0's, and stop at signals."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import dotenv
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.core.signals import SignalWatch
+from engine.core.signals import Left, SignalWatch
 
 
 @dataclass
@@ -43,6 +45,18 @@ class World:
     def ask_whether_to_stop(self) -> None:
         """Let all ranks learn of a signal to one of them, so that they stop together."""
         self.stop_signal = max(self.gather(self.signals.first))
+
+    @contextlib.contextmanager
+    def left_by_all(self) -> Iterator[None]:
+        """A block without collectives, which a signal ends at the next token, on all ranks by Left.
+
+        Each rank looks at its own signals there. Behind the block they ask each other once.
+        """
+        with self.signals.leaves():
+            yield
+        self.ask_whether_to_stop()
+        if self.stop_signal:
+            raise Left
 
     def share(self, items: Sequence[Any]) -> Sequence[Any]:
         """This rank's share of what all ranks divide: the items rank, rank + size and so on."""
@@ -110,8 +124,11 @@ class World:
 
 def init_world() -> tuple[World, list[str]]:
     """Choose the device and join the process group; returns also lines for the log."""
+    dotenv.load_dotenv(".env")  # sets what the environment leaves unset, such as HF_TOKEN
     rank, size, local_rank, local_size = read_environment()
-    device, notes, num_gpus = torch.device("cpu"), [], torch.cuda.device_count()
+    device = torch.device("cpu")
+    notes = []
+    num_gpus = torch.cuda.device_count()
     if num_gpus >= local_size:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)

@@ -1,11 +1,13 @@
 """Signals that end a run: a thread notes them at once, wherever the main thread is."""
 
+import contextlib
 import functools
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 HELD = (signal.SIGTERM, signal.SIGHUP)
 CAUGHT = (*HELD, signal.SIGINT)
@@ -41,6 +43,20 @@ os.register_at_fork(
 )
 
 
+LEAVABLE: dict[int, "SignalWatch"] = {}  # by thread, while it is in `SignalWatch.leaves`
+
+
+class Left(BaseException):
+    """A signal has ended a block. It is no Exception, which a task's code is asked about."""
+
+
+def leave_if_signalled() -> None:
+    """Raises `Left` in such a block. It is called at each token, and before a task's functions."""
+    watch = LEAVABLE.get(threading.get_ident())
+    if watch is not None and watch.first:
+        raise Left
+
+
 class SignalWatch:
     """Keeps the first signal to end. A Ctrl-C after it ends this process at once.
 
@@ -50,7 +66,8 @@ class SignalWatch:
 
     def __init__(self, *, is_main: bool) -> None:
         self.is_main = is_main
-        self.first, self.first_at_s = 0, 0.0  # 0 for none
+        self.first = 0  # for none
+        self.first_at_s = 0.0
         self.writer: int | None = None  # the end of the pipe that signals are written to
 
     def start(self) -> None:
@@ -77,6 +94,16 @@ class SignalWatch:
         os.close(self.writer)  # which ends the thread
         self.writer = None
 
+    @contextlib.contextmanager
+    def leaves(self) -> Iterator[None]:
+        """A block that a signal ends where it next calls `leave_if_signalled`."""
+        LEAVABLE[threading.get_ident()] = self
+        try:
+            with contextlib.suppress(Left):
+                yield
+        finally:
+            del LEAVABLE[threading.get_ident()]
+
     def watch(self, reader: int) -> None:
         """The thread: note signals as they come, until the pipe's other end is closed."""
         while number := os.read(reader, 1):
@@ -90,6 +117,7 @@ class SignalWatch:
         if number == signal.SIGINT and self.first and now_s - self.first_at_s > 1:
             os._exit(128 + number)
         if self.first == 0 and number in CAUGHT:
-            self.first, self.first_at_s = number, now_s
+            self.first = number
+            self.first_at_s = now_s
             if number == signal.SIGINT and self.is_main:
                 print("\nsaving after this step; Ctrl-C again to quit at once", file=sys.stderr)

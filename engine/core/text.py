@@ -38,7 +38,8 @@ def shorten(text: str, max_characters: int = 600) -> str:
     """Return a long text without its middle; its end is kept, since the answer stands there."""
     if len(text) <= max_characters:
         return text
-    head, tail = text[: max_characters * 2 // 3], text[-(max_characters // 3) :]
+    head = text[: max_characters * 2 // 3]
+    tail = text[-(max_characters // 3) :]
     return f"{head}\n[... {len(text) - len(head) - len(tail)} characters ...]\n{tail}"
 
 

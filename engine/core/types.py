@@ -51,6 +51,7 @@ class SamplingParams:
     pad_id: int
     group_size: int  # completions of each prompt
     calculator: Tool | None = None  # writes the result where a completion asks for it
+    max_turns: int = 1  # of a conversation
     stop: Any = None  # the StopTexts (engine/sampling/stop_texts.py) that end a completion
     conversations: Sequence[Tool] = ()  # of the rows with their environments (environment.py)
 
@@ -67,7 +68,7 @@ class PromptBatch:
 class Sampler(Protocol):
     """Samples completions of the policy: a backend in engine/sampling/, found by its name."""
 
-    decode: Callable[..., "list[Completion]"]  # called as main.py's `generate`, without a model
+    decode: "DecodeLoop"  # called without a model, and with main.py's `generate` by that name
     refresh: Callable[[], None]  # takes over the trained weights, after an update
     # How many tokens, of prompts and completions, it decodes at once; given is the longest prompt
     tokens_at_once: Callable[[int, SamplingParams], int]
@@ -83,7 +84,7 @@ class Completion:
     truncated: bool  # ended by the length limit instead of an EOS
     is_inserted: np.ndarray  # (T,), True for the tokens of a tool, whose two numbers are 0
     ends_in_text: bool = False  # a stop text, of which the last token is a part
-    conversation: Any = None  # the Conversation (engine/sampling/environment.py) that it was
+    conversation: Any = None  # the Conversation (engine/questions/environment.py) that it was
 
     @property
     def num_sampled(self) -> int:
@@ -99,6 +100,9 @@ class Completion:
     def is_broken(self) -> bool:
         """True if some logits were not finite: the tokens drawn from them are noise."""
         return not np.isfinite(self.log_probs).all()
+
+
+DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
 
 
 @dataclass

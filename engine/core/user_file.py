@@ -13,6 +13,7 @@ from types import ModuleType
 
 from engine import ROOT
 from engine.core.config import ConfigError
+from engine.core.signals import leave_if_signalled
 
 
 class RewardError(ValueError):
@@ -80,6 +81,7 @@ def naming_mistakes(
     form: str = "",  # of the two forms of a text, for an exception that speaks of one
 ) -> Iterator[None]:
     """Make one line of an exception in a function of the user's file, unless it `passes`."""
+    leave_if_signalled()
     try:
         yield
     except passes:

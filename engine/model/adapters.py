@@ -12,7 +12,9 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from engine.core.config import ModelSettings
+from engine.core.hub import commit_of
 from engine.core.packages import import_package
+from engine.model.folders import version_of
 
 MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
 
@@ -41,7 +43,8 @@ def keep_4bit_layout(model: nn.Module) -> None:
 
 def adapter_config(settings: ModelSettings) -> Any:
     """The peft.LoraConfig that the config asks for. Raises ValueError if peft is missing."""
-    peft, lora = import_package("peft", key="model.lora"), settings.lora
+    peft = import_package("peft", key="model.lora")
+    lora = settings.lora
     return peft.LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -54,7 +57,8 @@ def adapter_config(settings: ModelSettings) -> Any:
 
 def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
     """Freeze the model and add an adapter B A, of fp32 weights; ValueError for a layer it lacks."""
-    head, targets = model.get_output_embeddings(), described.target_modules
+    head = model.get_output_embeddings()
+    targets = described.target_modules
     linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
     layers = [f".{name}" for name, module in linear.items() if module is not head]
     for target in targets if targets != "all-linear" else ():  # each the end of a layer's path
@@ -66,16 +70,23 @@ def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
         if model.config.model_type in MAMBA and described.target_modules == "all-linear":
             described.exclude_modules = ["out_proj"]
         model.add_adapter(described)
-    if os.path.isdir(model.name_or_path):  # the adapter may later be loaded from another folder
-        described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+    name_base(model, described)
     if isinstance(described.target_modules, set):  # its order, in the saved file, would be chance
         described.target_modules = sorted(described.target_modules)
     cast_adapter_to_fp32(model)
 
 
+def name_base(model: nn.Module, described: Any) -> None:
+    """Let an adapter name its base's folder, wherever it may be loaded, and what lies in it."""
+    if os.path.isdir(model.name_or_path):
+        described.base_model_name_or_path = os.path.abspath(model.name_or_path)
+        described.revision = described.revision or version_of(Path(model.name_or_path))
+
+
 def load_adapter(model: nn.Module, settings: ModelSettings, *, is_trainable: bool) -> None:
     """Put a saved adapter into its base model, which then saves and disables it as its own."""
-    load_by_peft(model, settings, is_trainable=is_trainable)
+    peft_model = load_by_peft(model, settings, is_trainable=is_trainable)
+    name_base(model, peft_model.peft_config["default"])
     model._hf_peft_config_loaded = True  # as transformers' load_adapter sets it
     cast_adapter_to_fp32(model)
 
@@ -87,6 +98,8 @@ def load_by_peft(model: nn.Module, settings: ModelSettings, *, is_trainable: boo
     """
     peft = import_package("peft", key="it is an adapter")
     described = peft.PeftConfig.from_pretrained(settings.name, revision=settings.revision)
+    base = described.base_model_name_or_path, described.revision
+    described.revision = commit_of(*base)  # an adapter that is trained on is saved with it
     described.inference_mode = not is_trainable
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         peft_model = peft.PeftModel(model, described)  # reads what transformers has renamed

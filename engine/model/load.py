@@ -7,8 +7,10 @@ tokenizer   gives the ids of its tokenizer.json, for which the model must have e
 """
 
 import contextlib
+import errno
 import json
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,18 +19,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.configuration_utils import PretrainedConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation import GenerationConfig
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from engine.core.config import Config, ModelSettings
-from engine.core.hub import reach_hub
+from engine.core.hub import commit_of, fetch_weights
 from engine.core.packages import import_package
-from engine.core.tensors import autocast
 from engine.core.types import Log, no_log
-from engine.model.folders import check_folder, no_such_folder
-from engine.model.probes import supports_dtype
+from engine.model.folders import FILES_OF_BASE, check_folder, no_such_folder, version_of
+from engine.model.precision import choose_compute_dtype
+from engine.model.probes import check_causal, supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
 
@@ -44,34 +47,71 @@ def load_model_and_tokenizer(
     """The model on the device, with any adapter; its tokenizer; the dtype that it computes in."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    settings, is_training = config.model.source, config.mode == "train"
-    compute_dtype = compute_dtype or choose_compute_dtype(settings, device)
+    settings = config.model.source
+    is_training = config.mode == "train"
+    dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
-    adapter = in_4bit = None
     with one_line_errors(config.model.name, key=key):
+        check_folder(settings.name)
+        config = config.model_copy(update={"model": at_commit(config.model, log)})
+        settings = config.model.source
         base, tokenizer = load_base_tokenizer(config, log)
-    if base is not None or settings.load_in_4bit or settings.lora is not None:
+    is_new_adapter = is_training and settings.lora is not None and base is None
+    if is_new_adapter:
+        from engine.model import adapters  # off by default
+
+        described = adapters.adapter_config(settings)
+    model = load_frozen_or_trained(config, base, tokenizer, dtype, device, log, key=key)
+    is_auto = settings.compute_dtype == "auto" and dtype == torch.float16
+    if is_auto and not supports_dtype(model, torch.float16):
+        log("in float16 this model's logits are not finite, or far off: float32 is used")
+        del model  # there may be no room for two
+        dtype = torch.float32
+        model = load_frozen_or_trained(config, base, tokenizer, dtype, device, log, key=key)
+    if is_new_adapter:
+        adapters.add_adapter(model, described, seed=config.training.seed)
+    return model, tokenizer, dtype
+
+
+def load_frozen_or_trained(
+    config: Config,
+    base: ModelSettings | None,  # if the model is an adapter
+    tokenizer: PreTrainedTokenizerFast,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    log: Log,
+    *,
+    key: str,
+) -> nn.Module:
+    """The model in fp32 if all of it is trained, else in the dtype that it computes in."""
+    settings = config.model.source
+    is_training = config.mode == "train"
+    is_plain = base is None and not settings.load_in_4bit
+    quantization = None
+    if not is_plain:
         from engine.model import adapters  # off by default
     if settings.load_in_4bit:
-        in_4bit = adapters.quantization_config(device, compute_dtype)
-    if is_training and settings.lora is not None and base is None:
-        adapter = adapters.adapter_config(settings)
+        quantization = adapters.quantization_config(device, compute_dtype)
+    is_trained = is_training and is_plain and settings.lora is None
+    dtype = torch.float32 if is_trained else compute_dtype
     with one_line_errors(config.model.name, key=key):
-        base_settings = base or settings
-        model_config = load_model_config(base_settings)
+        model_config = load_model_config(base or settings)
         is_quantized = bool(model_config.to_dict().get("quantization_config"))
         if is_quantized and is_training:
             raise ValueError("its weights are quantised; give the model that it was made from")
-        is_frozen = adapter is not None or base is not None or in_4bit is not None
-        dtype = compute_dtype if is_frozen or not is_training else torch.float32
-        in_host = (device.type != "cuda" or settings.shard) and in_4bit is None
-        if in_host and not is_quantized:
-            check_host_memory(model_config, config, dtype)
+        in_host = device.type != "cuda" or settings.shard
+        if in_host and quantization is None and not is_quantized:
+            check_host_memory(model_config, base or settings, config, dtype)
         model = load_model(
-            model_config, base_settings, dtype=dtype, quantization=in_4bit, device=device, log=log
+            model_config,
+            base or settings,
+            dtype=dtype,
+            quantization=quantization,
+            device=device,
+            log=log,
         )
-        if in_4bit is not None:
+        if quantization is not None:
             adapters.keep_4bit_layout(model)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
         check_vocabulary(model, tokenizer, log)
@@ -82,23 +122,7 @@ def load_model_and_tokenizer(
         check_causal(model)
         if base is not None:
             adapters.load_adapter(model, settings, is_trainable=is_training)
-    is_auto = settings.compute_dtype == "auto" and compute_dtype == torch.float16
-    if is_auto and not supports_dtype(model, torch.float16):
-        log("in float16 this model's logits are not finite, or far off: float32 is used")
-        del model  # there may be no room for two
-        return load_model_and_tokenizer(config, device, log, compute_dtype=torch.float32, key=key)
-    if adapter is not None:
-        adapters.add_adapter(model, adapter, seed=config.training.seed)
-    return model, tokenizer, compute_dtype
-
-
-def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
-    if settings.compute_dtype != "auto":
-        return getattr(torch, settings.compute_dtype)
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float16 if device.type == "cuda" else torch.float32
+    return model
 
 
 def load_base_tokenizer(
@@ -109,36 +133,64 @@ def load_base_tokenizer(
     An adapter may have one of its own, with the chat template that it was trained with.
     """
     settings = config.model.source
-    check_folder(settings.name)
-    reach_hub(settings.name, settings.revision)
-    base, file = find_base(settings), "tokenizer_config.json"
+    base = find_base(settings, log)
+    file = "tokenizer_config.json"
     if base is not None:
-        reach_hub(base.name, base.revision)
+        check_base(base, log)
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
         if cached_file(settings.name, file, **quiet) is None:
             settings = base
     return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
 
 
-def find_base(settings: ModelSettings) -> ModelSettings | None:
+def at_commit(settings: ModelSettings, log: Log) -> ModelSettings:
+    """The settings with what their revision means now: code and weights must be of one commit."""
+    commit = commit_of(settings.name, settings.revision, log=log)
+    return settings.model_copy(update={"revision": commit})
+
+
+def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | None:
     """The base model's settings if model.name is an adapter, else None; ValueError without peft."""
     file = find_adapter_config_file(settings.name, revision=settings.revision)
     if file is None:
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
-    return settings.model_copy(update={"name": base, "revision": revision})
+    return at_commit(settings.model_copy(update={"name": base, "revision": revision}), log)
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
-    """Name and revision of the base model of a saved adapter."""
+    """Name and revision of the base model of a saved adapter.
+
+    A run from an adapter has its base in its own folder, which may have been moved since.
+    """
     saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    return saved["base_model_name_or_path"], saved.get("revision")
+    name = saved["base_model_name_or_path"]
+    revision = saved.get("revision")
+    if os.path.isabs(name) and Path(name).name == "base":
+        for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/
+            if (folder / "base/config.json").is_file():
+                return str(folder / "base"), revision
+    return name, revision
+
+
+def check_base(base: ModelSettings, log: Log) -> None:
+    """Raise ValueError if a base's folder does not hold what an adapter was trained on."""
+    folder = Path(base.name)
+    known = str(base.revision)
+    if not folder.is_dir():  # on the hub: there the revision is a commit
+        return
+    if not known.startswith(FILES_OF_BASE):
+        log(f"warning: the adapter does not say what its base {folder} was: used as it is")
+    elif known != version_of(folder):
+        problem = f"its base {folder} is not the model that it was trained on"
+        raise ValueError(f"{problem}: put that one there, or its path into adapter_config.json")
 
 
 def check_teacher(config: Config, log: Log) -> None:
     """Raise ValueError unless model.teacher has each token of model.name at the same id."""
-    tokenizers, sizes = [], []
+    tokenizers = []
+    sizes = []
     for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
         with one_line_errors(settings.model.name, key=key):
             base, tokenizer = load_base_tokenizer(settings, no_log)
@@ -160,8 +212,9 @@ def check_teacher(config: Config, log: Log) -> None:
 
 def of_teacher(config: Config) -> Config:
     """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
-    changes = {"name": config.model.teacher, "revision": None, "lora": None, "shard": False}
-    changes |= {"load_in_4bit": False, "gradient_checkpointing": False}
+    changes = {"name": config.model.teacher, "revision": config.model.teacher_revision}
+    changes |= {"load_in_4bit": False, "gradient_checkpointing": False, "lora": None}
+    changes |= {"shard": False}
     model = config.model.source.model_copy(update=changes)
     return config.model_copy(update={"mode": "evaluate", "model": model})
 
@@ -179,6 +232,8 @@ def one_line_errors(name: str, *, key: str = "model.name") -> Iterator[None]:
             problem = f"{type(error).__name__}: {problem}"
         if isinstance(error, OSError) and not Path(name).exists():
             problem = f"{no_such_folder(name)}; and from the hub: {problem}"
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            problem += ": the disk is full: set HF_HOME to a folder on a larger one"
         if "FlashAttention" in problem:
             problem += " Write model.attn_implementation=sdpa, which needs no package"
         raise ValueError(f"{key} = {name}: cannot be used: {problem}") from error
@@ -189,27 +244,38 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
+    code = str(getattr(model_config, "auto_map", "")) if settings.trust_remote_code else ""
+    for other in re.findall(r"[\w.-]+/[\w.-]+(?=--)", code):
+        if other != settings.name:
+            fix = "copy model and code into one folder, and take that name out of auto_map"
+            raise ValueError(f"its code is in {other}, whose commit no run keeps: {fix}")
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
     return model_config
 
 
-def check_host_memory(model_config: PretrainedConfig, config: Config, dtype: torch.dtype) -> None:
+def check_host_memory(
+    model_config: PretrainedConfig, base: ModelSettings, config: Config, dtype: torch.dtype
+) -> None:
     """Raises ValueError if this process's share of the host's memory is too small for the model.
 
     Then the system would kill it without a word. Only what it cannot do without is counted: each
     rank of model.shard loads all weights; what a CPU trains has gradients and averages too.
     """
-    settings, num_bytes = config.model, dtype.itemsize  # of each weight
+    settings = config.model
+    num_bytes = dtype.itemsize  # of each weight
     if config.mode == "train" and settings.lora is None and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
+    own_code = getattr(model_config, "auto_map", {}).get("AutoModelForCausalLM")
     with torch.device("meta"):  # shapes alone, which take no memory
-        model = AutoModelForCausalLM.from_config(
-            model_config,
-            attn_implementation=settings.attn_implementation,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        if own_code and base.trust_remote_code:
+            # from_config would take the code of main, and register it for the weights too
+            how = {"revision": base.revision}
+            model = get_class_from_dynamic_module(own_code, base.name, **how)(model_config)
+        else:
+            attention = settings.attn_implementation
+            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
     needed = num_bytes * model.num_parameters()  # tied embeddings count once
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
@@ -229,6 +295,7 @@ def load_model(
     log: Log,
 ) -> nn.Module:
     """The model with all its weights, on the device; with model.shard, on the CPU."""
+    fetch_weights(settings.name, settings.revision, log)
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
         config=model_config,
@@ -262,13 +329,3 @@ def recompute(model: nn.Module) -> None:
     # transformers 5.23 has a new name for it, 5.17 only this one
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-@torch.no_grad()
-def check_causal(model: nn.Module) -> None:
-    """Raise ValueError if the model sees later tokens, as BERT and other encoders do."""
-    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 3, 2]], device=model.device)
-    with autocast(model.device, model.dtype):
-        one, other = model.eval()(input_ids=ids).logits[:, :2].float()
-    if not torch.allclose(one, other, rtol=1e-3, atol=1e-3, equal_nan=True):
-        raise ValueError("it sees the tokens that come later, so it cannot write text: an encoder")

@@ -11,22 +11,18 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.statistics import Clock
-from engine.core.types import Log, MicroBatch, PromptBatch, Sampler, SamplingParams, Seed
+from engine.core.types import Log, MicroBatch, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
-from engine.model.probes import check_vllm, supports_chunked_head
-from engine.model.sampler import DecodeLoop, choose_loop, copy_in, sample_by_loop
-from engine.questions.contract import Task
-from engine.questions.prompts import encode_prompts
+from engine.model.precision import make_grad_scaler
+from engine.model.probes import supports_chunked_head
+from engine.sampling.sampler import choose_loop, copy_in, sample_by_loop
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
 MAX_LOGITS_BYTES = 2**28
 # A micro-batch's tokens where the config says null: on a GPU it has as many as fit, up to these.
-CPU_TOKENS, MOST_TOKENS = 2_048, 32_768
-# float16's loss scale at the start: SmolLM2's gradients do not overflow at it. It doubles after so
-# many updates in a row that did not overflow; one that does throws a step away.
-INIT_SCALE, GROWTH_INTERVAL = 2.0**14, 100
+CPU_TOKENS = 2_048
+MOST_TOKENS = 32_768
 
 
 @dataclass
@@ -46,11 +42,7 @@ class Policy:
 
     @functools.cached_property
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """For arithmetic in float16; else it is off, a factor of 1."""
-        is_on, device = self.compute_dtype == torch.float16, self.model.device.type
-        return torch.amp.GradScaler(
-            device, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=is_on
-        )
+        return make_grad_scaler(self.compute_dtype, self.model.device)
 
     @property
     def is_in_ddp(self) -> bool:
@@ -74,24 +66,6 @@ class Policy:
         tokens = map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids))
         texts = self.params.stop.texts if self.params.stop is not None else []
         return " or ".join([*tokens, *map(repr, texts)])
-
-    def make_prompts(
-        self,
-        task: Task,
-        config: Config,
-        questions: list[dict],
-        seeds: list[Seed],
-        params: SamplingParams,
-        clock: Clock,
-    ) -> PromptBatch:
-        """The prompts of questions and, if the task has an Environment, their conversations."""
-        if task.Environment is None:
-            options, tokenizer = config.task, self.tokenizer
-            ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
-            return PromptBatch(ids, seeds)
-        from engine.sampling.environment import start_conversations
-
-        return start_conversations(self, task, config, questions, seeds, params, clock)
 
     def large_logits_scorer(
         self, config: Config, device: torch.device, log: Log
@@ -148,52 +122,53 @@ class Policy:
             self.model.enable_adapters()
 
 
-def make_policy(
-    config: Config,
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerFast,
-    compute_dtype: torch.dtype,
-    world: World,
-    log: Log,
-    *,
-    generate: DecodeLoop,
-) -> Policy:
-    """What samples from the model, and how; `generate` is main.py's loop for that backend."""
-    params, settings = sampling_params(config, model, tokenizer, log), config.sampling
+def load_policy(config: Config, world: World, log: Log) -> Policy:
+    """The model that the config names, what samples from it, and with distill its teacher."""
+    settings = config.sampling
+    model, tokenizer, dtype = load_model_and_tokenizer(config, world.device, log)
+    params = sampling_params(config, model, tokenizer, log)
     if settings.backend == "vllm":
-        from engine.sampling.vllm import VllmEngine
+        from engine.sampling.vllm import VllmEngine, check_vllm
 
         base = find_base(config.model.source) or config.model.source
-        sampler = VllmEngine(base, model, world, compute_dtype, settings.vllm_memory_gb)
+        sampler = VllmEngine(base, model, world, dtype, settings.vllm_memory_gb)
         check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
     else:
-        sampler = sample_by_loop(config, model, compute_dtype, world, generate)
+        sampler = sample_by_loop(config, model, dtype, world)
         sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
-    policy = Policy(model, sampler, tokenizer, params, compute_dtype)
+    policy = Policy(model, sampler, tokenizer, params, dtype)
     if config.mode == "train" and config.model.teacher is not None:
-        own_context = policy.context_length
-        teacher, *_ = load_model_and_tokenizer(
-            of_teacher(config),
-            world.device,
-            lambda line: log(f"teacher: {line}"),
-            compute_dtype=compute_dtype,
-            key="model.teacher",
-        )
-        policy.teacher = teacher.eval().requires_grad_(False)
-        if {*policy.teacher.generation_config.eos_token_id} != {*params.eos_ids}:
-            log("warning: the teacher's texts end at other tokens than the trained model's")
-        if policy.context_length != own_context:
-            sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
-            lost = "questions without room for a completion there are left out"
-            log(f"warning: the teacher {sees}: {lost}")
+        load_teacher(policy, config, world, log)
     return policy
+
+
+def load_teacher(policy: Policy, config: Config, world: World, log: Log) -> None:
+    """Give the policy its frozen teacher; warn of what that leaves out."""
+    own_context = policy.context_length
+    teacher, *_ = load_model_and_tokenizer(
+        of_teacher(config),
+        world.device,
+        lambda line: log(f"teacher: {line}"),
+        compute_dtype=policy.compute_dtype,
+        key="model.teacher",
+    )
+    policy.teacher = teacher.eval().requires_grad_(False)
+    if {*policy.teacher.generation_config.eos_token_id} != {*policy.params.eos_ids}:
+        log("warning: the teacher's texts end at other tokens than the trained model's")
+    if policy.context_length != own_context:
+        sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
+        lost = "questions without room for a completion there are left out"
+        log(f"warning: the teacher {sees}: {lost}")
 
 
 def sampling_params(
     config: Config, model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: Log
 ) -> SamplingParams:
     """How the completions that are trained on are sampled."""
-    training, sampling, calculator, stop = config.training, config.sampling, None, None
+    training = config.training
+    sampling = config.sampling
+    calculator = None
+    stop = None
     eos_ids = tuple(model.generation_config.eos_token_id)  # with those tokens of sampling.stop
     if texts := [text for text in sampling.stop if text not in tokenizer.get_added_vocab()]:
         from engine.sampling.stop_texts import StopTexts
@@ -214,5 +189,6 @@ def sampling_params(
         pad_id=tokenizer.pad_token_id,
         group_size=training.group_size,
         calculator=calculator,
+        max_turns=sampling.max_turns,
         stop=stop,
     )

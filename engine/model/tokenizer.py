@@ -11,7 +11,7 @@ from transformers.utils import cached_file
 
 from engine.core.config import Config
 from engine.core.types import Log
-from engine.questions.prompts import end_of_turn, render_prompt, special_ids
+from engine.questions.templates import end_of_turn, render_prompt, special_ids
 
 TOKENIZER_PROBE = "Use [3, 17, 255] to make 46.\n<think>12 * 3 = 36, don't</think>\n\n  été"
 TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a template's call for the date
@@ -19,7 +19,8 @@ TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")  # a template's c
 
 def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     """The model's tokenizer, checked against its own tokenizer.json."""
-    name, revision = config.model.name, config.model.revision
+    name = config.model.name
+    revision = config.model.revision
     tokenizer = AutoTokenizer.from_pretrained(
         name, revision=revision, trust_remote_code=config.model.trust_remote_code
     )

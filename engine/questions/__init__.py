@@ -1,1 +1,1 @@
-"""From a task to prompts: it is found and checked, its rows are read, its questions posed."""
+"""From a task to prompts: it is found, its rows are read, posed, played; what completions earn."""

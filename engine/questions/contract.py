@@ -1,6 +1,7 @@
 """What a task may define, what stands for the names that it leaves out; a question as messages."""
 
 import copy
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -12,38 +13,20 @@ import numpy as np
 from engine.core.config import Section, TaskSettings
 from engine.core.text import plain
 from engine.core.user_file import naming_mistakes
+from engine.questions.tables import CsvRow, number_in
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
-DECIMAL = re.compile(r"-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?")
 
 
-class CsvRow(dict):
-    """A row of a CSV file: its cells are text, whatever else is in the file."""
+class Contract:
+    """What a task's module may define, and what stands for the names that it leaves out.
 
-
-def number_in(cell: str) -> int | float | str:
-    """The number that a plain decimal is; other texts stay themselves, such as 007 and 1e7."""
-    return json.loads(cell) if DECIMAL.fullmatch(cell) else cell
-
-
-def with_numbers(row: dict, columns: set[str]) -> dict:
-    """A CSV's row with numbers in these columns, None where a cell is blank."""
-    if not isinstance(row, CsvRow):
-        return row
-    numbers = {n: number_in(row[n]) if row[n].strip() else None for n in columns & row.keys()}
-    return {name: numbers.get(name, cell) for name, cell in row.items()}
-
-
-class Task:
-    """A task as a run uses it: what its module defines, and these where it defines nothing.
-
-    docs/tasks.md explains the names. Nothing is set on the module.
+    docs/tasks.md explains the names.
     """
 
     generate_prompt = None  # each task must define it, and one of the next two
     reward_function = Environment = None
-    reward_groups = None  # pays whole groups, as task.reward's functions do
     REWARD_PARTS: tuple[str, ...] = ("answer",)  # where the reward is a number
     EXAMPLE_ROW: Mapping[str, Any] = MappingProxyType({})  # every column is kept
     PACKAGES: tuple[str, ...] = ()
@@ -69,16 +52,59 @@ class Task:
             read = paid.get("read", read) if isinstance(paid, dict) else read
         return None if read is None else str(read) or None
 
-    def __init__(self, file: str, defined: Mapping[str, Any]) -> None:
+
+class Task(Contract):
+    """A task as a run uses it, with the options of its config. Nothing is set on the module."""
+
+    reward_groups = None  # pays whole groups, as task.reward's functions do
+
+    def __init__(self, file: str, defined: Mapping[str, Any], options: TaskSettings) -> None:
         """`defined` are the names of the module in the file."""
         if "Environment" in defined:
             self.extract_answer = None  # the text of a whole talk is no answer to vote for
-        names = [name for name in vars(Task) if not name.startswith("_")]
+        names = [name for name in vars(Contract) if not name.startswith("_")]
         vars(self).update({name: defined[name] for name in names if name in defined})
         self.file = file
+        self.options = options
         self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
         self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
         self.max_completion_length: int | None = None  # in tokens, of the run or of an evaluation
+
+    def pose(self, example: dict) -> list[dict] | str:
+        """The prompt for a question, with the words of the config if it has any.
+
+        task.prompt replaces the plain text or the user's message. task.system_prompt becomes the
+        system message, or the beginning of a plain text. An assistant prefix stays.
+        """
+        try:  # it is asked of all training questions at the start, so it must cost little
+            messages = self.generate_prompt(copied(example), options=self.options)  # may change it
+        except (Exception, SystemExit):
+            with naming_mistakes(self.file, self.generate_prompt, example):
+                raise
+        texts = (self.options.system_prompt, self.options.prompt)
+        system, prompt = (None if text is None else fill(text, example) for text in texts)
+        if isinstance(messages, str):
+            return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
+        if prompt is not None:
+            messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
+        if system is not None:
+            others = [m for m in messages if m["role"] != "system"]
+            messages = [{"role": "system", "content": system}, *others]
+        return messages
+
+    def asked(self, example: dict) -> str:
+        """What the model is asked; of an Environment, which may say more, the question's key."""
+        if self.Environment is not None:
+            return self.question_key(example)
+        posed = self.pose(example)
+        return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
+
+    def question_text(self, example: dict) -> str:
+        """What a person reads of a question; with task.reward it is what the model is asked."""
+        if not self.functions:
+            return plain({key: value for key, value in example.items() if key != "answer"})
+        posed = self.pose(example)
+        return posed if isinstance(posed, str) else posed[-1]["content"]
 
 
 def is_reward(value: object) -> bool:
@@ -86,38 +112,26 @@ def is_reward(value: object) -> bool:
     return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD
 
 
-def pose(example: dict, *, task: Task, options: TaskSettings) -> list[dict] | str:
-    """The task's prompt for a question, with the words of the config if it has any.
-
-    task.prompt replaces the plain text or the user's message. task.system_prompt becomes the system
-    message, or the beginning of a plain text. An assistant prefix stays.
-    """
-    with naming_mistakes(task.file, task.generate_prompt, example):
-        messages = task.generate_prompt(copy.deepcopy(example), options=options)  # it may change it
-    texts = (options.system_prompt, options.prompt)
-    system, prompt = (None if text is None else fill(text, example) for text in texts)
-    if isinstance(messages, str):
-        return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
-    if prompt is not None:
-        messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
-    if system is not None:
-        others = [m for m in messages if m["role"] != "system"]
-        messages = [{"role": "system", "content": system}, *others]
-    return messages
-
-
-def question_text(example: dict, *, task: Task, options: TaskSettings) -> str:
-    """What a person reads of a question; with task.reward it is what the model is asked."""
-    if not task.functions:
-        return plain({key: value for key, value in example.items() if key != "answer"})
-    posed = pose(example, task=task, options=options)
-    return posed if isinstance(posed, str) else posed[-1]["content"]
-
-
 def fill(text: str, example: dict) -> str:
     """The text with the values of the example's keys in place of {key}; other braces stay."""
-    names = "|".join(map(re.escape, example))
-    return re.sub(rf"\{{({names})\}}", lambda match: str(example[match[1]]), text)
+    return places_of(*example).sub(lambda match: str(example[match[1]]), text)
+
+
+@functools.cache
+def places_of(*names: str) -> re.Pattern:
+    return re.compile(rf"\{{({'|'.join(map(re.escape, names))})\}}")
+
+
+def copied(value: Any) -> Any:
+    """As copy.deepcopy does it, in less time for what JSON holds."""
+    kind = type(value)
+    if kind in (str, int, float):
+        return value
+    if kind is list:
+        return [copied(item) for item in value]
+    if kind in (dict, CsvRow):
+        return kind({name: copied(item) for name, item in value.items()})
+    return copy.deepcopy(value)
 
 
 def assistant_prefix(messages: list[dict] | str) -> str:

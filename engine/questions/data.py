@@ -2,11 +2,9 @@
 
 import collections
 import copy
-import csv
 import difflib
 import functools
 import glob
-import io
 import itertools
 import json
 import random
@@ -19,13 +17,23 @@ import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, TaskSettings
-from engine.core.hub import reach_hub
+from engine.core.hub import commit_of
 from engine.core.packages import import_package
 from engine.core.types import Log, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
-from engine.questions.contract import CsvRow, Task, fill, number_in, pose
-from engine.questions.prompts import check_chat, prompt_length
-from engine.questions.tasks import Hub, hash_of, is_file_name, is_in_split, reward_parts
+from engine.questions.contract import Task, fill
+from engine.questions.prompts import prompt_length
+from engine.questions.rewards import reward_parts
+from engine.questions.tables import (
+    CsvRow,
+    is_file_name,
+    is_on_hub,
+    number_in,
+    read_text_file,
+    split_source,
+)
+from engine.questions.tasks import Hub, hash_of, is_in_split
+from engine.questions.templates import check_chat
 
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")  # as data sets call the right answer
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
@@ -46,23 +54,51 @@ def load_questions(
     `context` is the number of tokens that the model can see, None for no limit. Questions without
     room for a completion are dropped: in training by the stream, since to render all takes long.
     """
-    settings, is_shared = config.task, config.task.train == config.task.eval
-    load = functools.partial(load_examples, task, options=settings, held_out=is_shared, log=log)
+    length = functools.partial(prompt_length, task=task, tokenizer=tokenizer)
+    most = context or 10**9
+    validation = load_validation(task, config, log)
+    check_wording(task.options, validation[0], log)
+    check_chat(task.pose(validation[0]), tokenizer)
+    fitting = those_that_fit(validation, config, length, most - config.max_validation_tokens, log)
+    if config.mode != "train":
+        return fitting, None
+    limit = task.options.max_train_examples
+    seed = config.training.seed
+    num = limit if task.options.shuffle else None  # without shuffle the first ones of the file
+    questions = load_examples(
+        task, "train", num_examples=num, seed=seed, exclude=validation, log=log
+    )
+    longest = most - config.training.max_new_gen_tokens
+    stream = QuestionStream(questions[:limit], seed, task.options.shuffle, length, longest, log)
+    stream.take(0, 1)  # ValueError if no question fits
+    log(f"{len(stream.questions):,} training questions")
+    return fitting, stream
+
+
+def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
+    """The validation questions, no two of them equal; the task's functions are tried on one."""
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
-    validation = load(settings.eval, "validation", num_examples=num, seed=0, exclude=[])
+    rows = load_examples(task, "validation", num_examples=num, seed=0, exclude=[], log=log)
     # Equal questions would narrow the interval.
-    validation = [*{task.question_key(row): row for row in validation}.values()]
+    rows = [*{task.question_key(row): row for row in rows}.values()]
     fit_to_config(task, config, log)
     try:
-        check_functions(task, validation[0], options=settings)
+        check_functions(task, rows[0])
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError([str(error)]) from error
-    check_wording(settings, validation[0], log)
-    check_chat(pose(validation[0], task=task, options=settings), tokenizer)
-    length = functools.partial(prompt_length, task=task, options=settings, tokenizer=tokenizer)
+    return [*{task.asked(row): row for row in rows}.values()]
+
+
+def those_that_fit(
+    validation: list[dict],
+    config: Config,
+    length: Callable[[dict], float],
+    longest: int,
+    log: Log,
+) -> list[dict]:
+    """The validation questions whose prompts leave room; ValueError if there are none."""
     lengths = [length(question) for question in validation]
-    longest = (context or 10**9) - config.max_validation_tokens
     fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= longest]
     if not fitting:
         section = "validation" if config.validation.max_new_gen_tokens else "training"
@@ -70,21 +106,12 @@ def load_questions(
     if num_long := len(validation) - len(fitting):
         some = f"{num_long} of {len(validation)} validation questions"
         log(f"{some} are too long or hold a special token: dropped")
-    if len(fitting) < num:
+    if len(fitting) < (num := config.validation.num_examples):
         log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
     kept = [num for num in lengths if num <= longest]
     means = f"{np.mean(kept):.0f} tokens on average, {max(kept)} the longest"
     log(f"prompts of validation questions: {means}")
-    if config.mode != "train":
-        return fitting, None
-    limit, seed = settings.max_train_examples, config.training.seed
-    num = limit if settings.shuffle else None  # without shuffle the first ones of the file
-    questions = load(settings.train, "train", num_examples=num, seed=seed, exclude=validation)
-    longest = (context or 10**9) - config.training.max_new_gen_tokens
-    stream = QuestionStream(questions[:limit], seed, settings.shuffle, length, longest, log)
-    stream.take(0, 1)  # ValueError if no question fits
-    log(f"{len(stream.questions):,} training questions")
-    return fitting, stream
+    return fitting
 
 
 def fit_to_config(task: Task, config: Config, log: Log = no_log, *others: str) -> None:
@@ -110,10 +137,10 @@ def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
             log(f"warning: {{{word}}} in the prompt: {shown}: leave it out, or rename the column")
 
 
-def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None:
+def check_functions(task: Task, example: dict) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
     with naming_mistakes(task.file, task.generate_prompt, example):
-        prompt = task.generate_prompt(copy.deepcopy(example), options=options)
+        prompt = task.generate_prompt(copy.deepcopy(example), options=task.options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
@@ -121,7 +148,7 @@ def check_functions(task: Task, example: dict, *, options: TaskSettings) -> None
         problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
         raise ValueError(f"{task.file}: {problem}")
     if task.Environment is None:
-        reward_parts(task, [[""]], [example], options, [[None]])
+        reward_parts(task, [[""]], [example], [[None]])
     if task.functions:
         task.take_logged()  # what the trial has logged does not count
 
@@ -167,23 +194,22 @@ class QuestionStream:
 
 def load_examples(
     task: Task,
-    source: str,
     split: str,
     *,
-    options: TaskSettings,
     num_examples: int | None,
     seed: int,
-    held_out: bool,
     exclude: Iterable[dict],
     log: Log = no_log,
 ) -> list[dict]:
-    """The questions of one split, "train" or "validation", without those in `exclude`.
+    """The questions of one split, "train" or "validation", without those equal to `exclude`'s.
 
-    `held_out` says that both splits have the same source: then 1 in 8 of its questions is for
-    validation and the others are for training, unless the task's HUB says otherwise. `num_examples`
-    questions are drawn by `seed`; None takes all, or as many generated ones as the task chooses.
-    Raises ValueError of one line with the source and the fix in it.
+    If both splits have the same source, 1 in 8 of its questions is for validation and the others
+    are for training, unless the task's HUB says otherwise. `num_examples` questions are drawn by
+    `seed`; None takes all, or as many generated ones as the task chooses. Raises ValueError of one
+    line with the source and the fix in it.
     """
+    source = task.options.train if split == "train" else task.options.eval
+    held_out = task.options.train == task.options.eval
     for package in task.PACKAGES:
         import_package(package, key=f"task.name = {Path(task.file).stem}")
     load = task.generate_questions if source == "generated" else None
@@ -197,31 +223,52 @@ def load_examples(
             source,
             columns=[*task.EXAMPLE_ROW],
             choices=", ".join(choices),
-            hub_config=hub.config if source.partition(":")[0] == hub.usual_id else None,
+            hub_config=hub.config if split_source(source)[0] == hub.usual_id else None,
             hub_split="train" if split == "train" or is_divided else hub.validation_split,
+            log=log,
         )
-        if held_out and split == "train":
-            log = no_log  # it was said of this source with the validation questions
-        rows = parse_table(table, task, source, options, log)
-        excluded = {task.question_key(row) for row in exclude}
-        rows = [row for row in rows if task.question_key(row) not in excluded]
+        is_known = held_out and split == "train"  # it was said with the validation questions
+        rows = parse_table(table, task, source, no_log if is_known else log)
         if is_divided:
             rows = part_of(rows, split, task, num_examples)
-        if not rows:
-            raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
-        if num_examples is not None and num_examples < len(rows):
-            rows = random.Random(seed).sample(rows, num_examples)
     else:
         with naming_mistakes(task.file, load, split, passes=ValueError):  # what it says itself
-            rows = load(
-                split, options=options, num_examples=num_examples, seed=seed, exclude=exclude
-            )
-    if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
-        name = "load_examples" if task.load_examples else "generate_questions"
+            how = {"num_examples": num_examples, "seed": seed, "exclude": exclude}
+            rows = load(split, options=task.options, **how)
+    name = "load_examples" if task.load_examples else "generate_questions"
+    if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
     if others := [key for row in rows for key in row if not isinstance(key, str)]:
         raise ValueError(f"{task.file}: a question has the key {others[0]!r}: keys must be text")
+    is_other = are_others(task, rows, exclude)
+    if num_equal := is_other.count(False):
+        some = f"{num_equal:,} of {len(rows):,} questions to train on"
+        log(f"{some} are asked in validation too: left out")
+    if not any(is_other):
+        place = source
+        fix = "give a file with more rows"
+        if load is not None:
+            place = task.file
+            fix = f"{name} must return some of its own"
+        raise ValueError(f"{place}: no question left for {split}; {fix}")
+    rows = [*itertools.compress(rows, is_other)]
+    if load is None and num_examples is not None and num_examples < len(rows):
+        rows = random.Random(seed).sample(rows, num_examples)
     return rows
+
+
+def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list[bool]:
+    """Whether each question is none of the known ones, by its key and by what the model is asked.
+
+    Equal questions may stand in two files with other columns beside them, such as an id.
+    """
+    keys = {task.question_key(row) for row in known}
+    texts = {task.asked(row) for row in known}
+    if not keys:  # nothing is held out, so nothing need be asked
+        return [True] * len(questions)
+    return [
+        task.question_key(row) not in keys and task.asked(row) not in texts for row in questions
+    ]
 
 
 def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:
@@ -241,66 +288,39 @@ def load_table(
     choices: str = FILE_OR_HUB,
     hub_config: str | None = None,
     hub_split: str = "train",
+    log: Log = no_log,
 ) -> list[dict] | list[str]:
     """The rows of a file or of a part of a hub dataset; ValueError if it cannot be loaded."""
-    path, is_parquet, unreachable = Path(source), source.lower().endswith(".parquet"), None
-    # owner/name:configuration:split of a hub dataset; the last two may be left out, or empty
-    hub_id, *named = source.split(":") if source.count("/") == 1 else [source]
-    named_config, named_split = ([name or None for name in named] + [None, None])[:2]
+    path = Path(source)
+    is_parquet = source.lower().endswith(".parquet")
     is_other = path.exists() and not (is_file_name(source) and path.is_file())  # a pipe has no end
-    if is_other or (not is_file_name(source) and source.count("/") != 1):
+    if is_other or not (is_file_name(source) or is_on_hub(source)):
         raise ValueError(f"{source}: unknown kind of source; give {choices}")
     try:
         if is_file_name(source) and not is_parquet:
             return read_text_file(path)
-        unreachable = reach_hub(hub_id, None, kind="dataset")
+        # owner/name@revision:configuration:split; all but the name may be left out, or empty
+        hub_id, revision, named = split_source(source)
+        if not is_parquet:
+            revision = commit_of(hub_id, revision, kind="dataset", log=log)
         import datasets  # takes a second, so only where it is needed
 
         datasets.disable_progress_bars()  # they would fill a log file
         if is_parquet:
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
-            part, split = named_config or hub_config, named_split or hub_split
-            table = datasets.load_dataset(hub_id, part, split=split)
+            part, split, *_ = [*named.split(":")[1:], "", ""]
+            of_hub = {"split": split or hub_split, "revision": revision}
+            table = datasets.load_dataset(hub_id, part or hub_config, **of_hub)
     except Exception as error:  # each format has its own
-        reason, fix = str(unreachable or error.__cause__ or error), f"give {choices}"
+        reason = str(error.__cause__ or error)
+        fix = f"give {choices}"
         if isinstance(error, OSError) and error.filename and Path(error.filename) != path:
             fix = "set HF_HOME to a folder that can be written"  # for the cache of `datasets`
         reason = reason.strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); {fix}") from error
     shared = [name for name in columns if name in table.column_names]
     return table.select_columns(shared or table.column_names).to_list()
-
-
-def read_text_file(path: Path) -> list[dict] | list[str]:
-    """The rows of a .csv, .json or .jsonl file; a CSV file's cells and a .jsonl row are text.
-
-    `datasets` would guess one type for a whole column. Then a single cell of another type changes
-    the other cells, or is an error without the number of its row.
-    """
-    text = path.read_text("utf-8-sig")
-    if path.suffix.lower() != ".csv":
-        is_list = text.lstrip().startswith("[")
-        return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
-    rows, start, reader = [], 1, csv.DictReader(io.StringIO(text, newline=""), strict=True)
-    try:
-        names = reader.fieldnames or []
-        if twice := [name for name in filter(None, names) if names.count(name) > 1]:
-            raise ValueError(f"two columns are named {twice[0]}")
-        # A column without a name gets the one that `datasets` gives it.
-        reader.fieldnames = [name or f"Unnamed: {place}" for place, name in enumerate(names)]
-        start = reader.line_num + 1
-        for row in reader:
-            if any(row.pop(None, [])):  # cells beyond the last column
-                raise ValueError("more cells than columns: quote commas")
-            if any(row[name] is None for name in filter(None, names)):
-                raise ValueError("fewer cells than columns: an unclosed quote eats what follows")
-            rows.append(CsvRow((name, cell or "") for name, cell in row.items()))
-            start = reader.line_num + 1
-    except (csv.Error, ValueError) as error:
-        fix = ': write a quote within quotes twice, as ""' * isinstance(error, csv.Error)
-        raise ValueError(f"line {start}: {error}{fix}") from None
-    return rows
 
 
 def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
@@ -313,7 +333,7 @@ def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
 
 
 def parse_table(
-    table: list[dict] | list[str], task: Task, source: str, options: TaskSettings, log: Log = no_log
+    table: list[dict] | list[str], task: Task, source: str, log: Log = no_log
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
     rows: list[dict] = []
@@ -327,7 +347,7 @@ def parse_table(
                 raise ValueError(f"no column {' and '.join(missing)} among {found}")
             row = type(row)((name, row[name]) for name in task.EXAMPLE_ROW or row)
             with naming_mistakes(task.file, task.parse_row, row, passes=ValueError):
-                row = task.parse_row(row, options=options)
+                row = task.parse_row(row, options=task.options)
         except (ValueError, RecursionError) as error:
             example = task.EXAMPLE_ROW and f"; rows must look like {json.dumps(task.EXAMPLE_ROW)}"
             raise ValueError(f"{source}, row {number}: {error}{example or ''}") from error

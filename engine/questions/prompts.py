@@ -1,26 +1,34 @@
-"""Prompts and turns: messages become a text and token ids; a completion becomes text again."""
+"""Questions become prompts, of token ids, and what completes them becomes text again."""
 
-import functools
-import inspect
 import math
-import re
-from collections.abc import Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerFast as Tokenizer
-from transformers.utils import get_json_schema
 
-from engine.core.config import TaskSettings
-from engine.core.types import Completion
-from engine.questions.contract import Task, assistant_prefix, pose
-
-QUESTION = {"role": "user", "content": "A made-up question."}
-TURN = {"role": "assistant", "content": "A made-up turn."}
+from engine.core.measures import Clock
+from engine.core.types import Completion, PromptBatch, SamplingParams, Seed
+from engine.questions.contract import Task
+from engine.questions.templates import render_prompt, special_ids, tool_schemas, whole_characters
 
 
-def encode_prompts(
-    examples: list[dict], *, task: Task, options: TaskSettings, tokenizer: Tokenizer
-) -> list[list[int]]:
-    texts, adds = render_prompts(examples, task=task, options=options, tokenizer=tokenizer)
+def make_prompts(
+    policy: Any,  # model/policy.py's Policy
+    task: Task,
+    questions: list[dict],
+    seeds: list[Seed],
+    params: SamplingParams,
+    clock: Clock,
+) -> PromptBatch:
+    """The prompts of questions and, if the task has an Environment, their conversations."""
+    if task.Environment is None:
+        return PromptBatch(encode_prompts(questions, task=task, tokenizer=policy.tokenizer), seeds)
+    from engine.questions.environment import start_conversations  # off by default
+
+    return start_conversations(policy, task, questions, seeds, params, clock)
+
+
+def encode_prompts(examples: list[dict], *, task: Task, tokenizer: Tokenizer) -> list[list[int]]:
+    texts, adds = render_prompts(examples, task=task, tokenizer=tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
     encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
@@ -29,113 +37,28 @@ def encode_prompts(
     return [ids[: len(mask) or None] for ids, mask in zip(encoded["input_ids"], masks, strict=True)]
 
 
-def prompt_length(
-    example: dict, *, task: Task, options: TaskSettings, tokenizer: Tokenizer
-) -> float:
+def prompt_length(example: dict, *, task: Task, tokenizer: Tokenizer) -> float:
     """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
-    prompt = pose(example, task=task, options=options)
+    prompt = task.pose(example)
     is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
     if is_chat:  # in the ids, since a normalizer may make a special token of other characters
         text = whole_characters(" ".join(map(str, example.values())))
         if not special_ids(tokenizer).isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return math.inf
-    (ids,) = encode_prompts([example], task=task, options=options, tokenizer=tokenizer)
+    (ids,) = encode_prompts([example], task=task, tokenizer=tokenizer)
     return len(ids)
 
 
 def render_prompts(
-    examples: list[dict], *, task: Task, options: TaskSettings, tokenizer: Tokenizer
+    examples: list[dict], *, task: Task, tokenizer: Tokenizer
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens."""
-    prompts = [pose(example, task=task, options=options) for example in examples]
+    prompts = [task.pose(example) for example in examples]
     # A chat template has written them: with it, the tokenizer would add them a second time.
     is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
     tools = tool_schemas(task)
     texts = [whole_characters(render_prompt(prompt, tokenizer, tools)) for prompt in prompts]
     return texts, not is_chat
-
-
-@functools.cache
-def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-
-
-def whole_characters(text: str) -> str:
-    """JSON can hold half a character, at which a tokenizer would fail: it becomes a "?"."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def render_prompt(
-    messages: list[dict] | str, tokenizer: Tokenizer, tools: Sequence[dict] = ()
-) -> str:
-    """The chat as a text that the model continues; a last assistant message is continued too."""
-    if isinstance(messages, str):  # many base models have a template, but have never seen a chat
-        return messages
-    if tokenizer.chat_template is None:
-        return "\n".join(message["content"] for message in messages)
-    prefix = assistant_prefix(messages)
-    chat = messages[:-1] if prefix else messages
-    # Some templates rewrite what an assistant says, so we append the prefix to the text.
-    text = apply_template(chat, tokenizer, tools)
-    opened = re.search(r"(<\w+>)\s*$", text)  # a template may open <think> itself, as R1-Distill's
-    return text + (prefix.replace(opened[1], "", 1) if opened else prefix)
-
-
-@functools.cache
-def tool_schemas(task: Task) -> list[dict]:
-    """The tools of the task's Environment, its public methods, as a chat template tells of them."""
-    environment = task.Environment() if task.Environment is not None else None
-    methods = inspect.getmembers(type(environment), inspect.isfunction)
-    names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
-    try:
-        return [get_json_schema(getattr(environment, name)) for name in names]
-    except Exception as error:  # of types that transformers does not export
-        raise ValueError(f"{task.file}: Environment: {error}") from error
-
-
-def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]) -> str:
-    """The chat in the tokenizer's template, up to where the assistant speaks.
-
-    Some templates, such as Gemma 2's, refuse a system message, and others leave it out. Then we put
-    it before the user's message. Raises ValueError for a template that fails all the same.
-    """
-    has_system = chat[0]["role"] == "system"
-    try:
-        text = tokenizer.apply_chat_template(
-            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # a template is a program, which may raise anything
-        if not has_system:
-            model = tokenizer.name_or_path
-            raise ValueError(f"the chat template of {model} fails: {error}") from error
-    else:
-        if not has_system or chat[0]["content"].strip() in text:
-            return text
-    system, user, *others = chat
-    user = user | {"content": f"{system['content']}\n\n{user['content']}"}
-    return apply_template([user, *others], tokenizer, tools)
-
-
-def check_chat(chat: list[dict] | str, tokenizer: Tokenizer) -> None:
-    """Raises ValueError if what the user says, but for spaces at its ends, is not in the prompt."""
-    if isinstance(chat, str) or tokenizer.chat_template is None:
-        return
-    prompt = render_prompt(chat, tokenizer)
-    for text in (m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")):
-        if text not in prompt:
-            problem = f"{tokenizer.name_or_path} leaves out what the user says, {text!r:.80}"
-            raise ValueError(f"the chat template of {problem}: return plain text as the prompt")
-
-
-def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The special token that the chat template writes after an assistant's message, if any."""
-    try:
-        text = tokenizer.apply_chat_template([QUESTION, TURN], tokenize=False)
-    except Exception:  # no template; or it fails, as a program may in any way
-        return None
-    _, _, after = text.partition(TURN["content"])
-    (first,) = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1] or [None]
-    return first if first in special_ids(tokenizer) else None
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:

@@ -6,34 +6,37 @@ They are called as trl.GRPOTrainer 1.16 calls them, except that what belongs to 
 
 import asyncio
 import atexit
+import contextlib
 import copy
-import functools
 import inspect
 import json
 import os
+import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
+from engine.core.signals import leave_if_signalled
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward, pose, with_numbers
+from engine.questions.contract import Task, is_reward
+from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
+CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process
 
 
-@functools.cache
-def make_task(folder: Path, *names: str) -> "RewardTask":
-    """The task of these functions, each given as module:function; `folder` is the current one."""
+def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
+    """The functions, each given as module:function, with their files, by their own names."""
     functions = {}
     for named in names:
-        (file, function), name = find_function(named, "task.reward"), named.partition(":")[2]
+        (file, function) = find_function(named, "task.reward")
+        name = named.partition(":")[2]
         where = line_of(file, function=function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -44,7 +47,7 @@ def make_task(folder: Path, *names: str) -> "RewardTask":
         if name == TIMEOUT:
             raise ConfigError([f"{where}: {name} counts the calls that took too long: rename it"])
         functions[name] = file, function
-    return RewardTask(functions)
+    return functions
 
 
 def form_of(columns: dict[str, Any]) -> str:
@@ -66,13 +69,13 @@ class RewardTask(Task):
                 return values | {"eval": values.get("train", "generated")}
             return values
 
-    def __init__(self, functions: dict[str, tuple[str, Callable]]) -> None:
+    def __init__(self, functions: dict[str, tuple[str, Callable]], options: TaskSettings) -> None:
         (file, _), *_ = functions.values()
         called = {name: (f, type(f).__call__) for name, (_, f) in functions.items()}  # or objects
         self.awaited = [n for n in called if any(map(inspect.iscoroutinefunction, called[n]))]
-        super().__init__(file, {"REWARD_PARTS": (*functions, *[TIMEOUT] * bool(self.awaited))})
+        parts = (*functions, *[TIMEOUT] * bool(self.awaited))
+        super().__init__(file, {"REWARD_PARTS": parts}, options)
         self.functions = functions
-        self.loop = EventLoop()  # of the async functions
         self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
 
     def parse_row(self, row: dict, *, options: TaskSettings) -> dict:
@@ -103,8 +106,6 @@ class RewardTask(Task):
         self,
         texts: list[list[str]],
         examples: list[dict],
-        *,
-        options: TaskSettings,
         groups: list[list],
     ) -> list[list[dict[str, float | None]]]:
         """The parts of the reward of all completions, by one call of each function a question.
@@ -112,13 +113,13 @@ class RewardTask(Task):
         Each also gets, as `rewards`, what those that are named before it have paid, by name.
         """
         columns = [
-            self.columns_of(*of_question, options=options)
+            self.columns_of(*of_question)
             for of_question in zip(texts, examples, groups, strict=True)
         ]
         parts = [[{} for _ in group] for group in groups]
         for name in self.functions:
             if name in self.awaited:
-                paid = self.loop.run(self.call_together(name, columns, examples, options))
+                paid = LOOP.run(self.call_together(name, columns, examples))
             else:
                 paid = [self.call(name, *one) for one in zip(columns, examples, strict=True)]
             for of_question, values, column in zip(parts, paid, columns, strict=True):
@@ -131,18 +132,18 @@ class RewardTask(Task):
                         row[TIMEOUT] = max(row.get(TIMEOUT, 0.0), float(is_late))
         return parts
 
-    def columns_of(
-        self, texts: list[str], example: dict, completions: list, *, options: TaskSettings
-    ) -> dict[str, Any]:
+    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict[str, Any]:
         """What the functions get of a question, by name: lists with an entry a completion.
 
         Prompts and completions are messages where the row holds messages, and plain text elsewhere.
         """
-        posed = pose(example, task=self, options=options)
+        posed = self.pose(example)
         if isinstance(example.get("prompt"), list):
-            prompt, written = posed, [[{"role": "assistant", "content": text}] for text in texts]
+            prompt = posed
+            written = [[{"role": "assistant", "content": text}] for text in texts]
         else:
-            prompt, written = posed if isinstance(posed, str) else posed[-1]["content"], texts
+            prompt = posed if isinstance(posed, str) else posed[-1]["content"]
+            written = texts
         row = with_numbers(example, self.number_columns)
         row = {key: row[key] for key in row if key not in ("prompt", "completion")}
         columns = {key: [value] * len(texts) for key, value in row.items()}
@@ -158,19 +159,21 @@ class RewardTask(Task):
         return self.checked(paid, name, columns, example)
 
     async def call_together(
-        self, name: str, columns: list[dict], examples: list[dict], options: TaskSettings
+        self, name: str, columns: list[dict], examples: list[dict]
     ) -> list[list[float | None] | None]:
         """The same of all questions, by an async function; None where it took too long."""
-        free = asyncio.Semaphore(options.concurrency)
+        free = asyncio.Semaphore(self.options.concurrency)
 
         async def in_time(columns: dict[str, Any], example: dict) -> list[float | None] | None:
             async with free:
                 running = asyncio.ensure_future(self.call_async(name, columns, example))
-                await asyncio.wait([running], timeout=options.reward_timeout)
-                if running.done():
-                    return running.result()
-                running.cancel()
-                return None
+                try:
+                    await asyncio.wait([running], timeout=self.options.reward_timeout)
+                finally:  # also where a signal ends the evaluation
+                    is_late = running.cancel()
+                if not is_late and running.cancelled():
+                    raise self.error(name, "was cancelled, or something that it awaits", example)
+                return None if is_late else running.result()
 
         return await asyncio.gather(*map(in_time, columns, examples))
 
@@ -183,55 +186,87 @@ class RewardTask(Task):
 
     def checked(self, paid: Any, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function paid; RewardError if that is no list of numbers, one a completion."""
-        num, (file, function) = len(columns["completions"]), self.functions[name]
+        num = len(columns["completions"])
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
         if not is_list or not all(value is None or is_reward(value) for value in paid):
             wanted = f"must return a list of {num} finite numbers, one a completion"
-            where = f"{line_of(file, function=function)}: {name}"
-            raise RewardError(f"{where} {wanted}, not {paid!r:.80}: question {example!r:.200}")
+            raise self.error(name, f"{wanted}, not {paid!r:.80}", example)
         return [None if value is None else float(value) for value in paid]
+
+    def error(self, name: str, problem: str, example: dict) -> RewardError:
+        file, function = self.functions[name]
+        where = f"{line_of(file, function=function)}: {name}"
+        return RewardError(f"{where} {problem}: question {example!r:.200}")
 
     def log_metric(self, name: str, value: float) -> None:
         """What TRL passes under this name: the step's metric is the mean of all values."""
         self.logged[name].append(float(value))
 
+    @property
+    def num_open(self) -> int:
+        """How many tasks the functions have left open in this process."""
+        return LOOP.num_open
+
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
-        logged, self.logged = self.logged, defaultdict(list)
+        logged = self.logged
+        self.logged = defaultdict(list)
         return {name: (sum(values), len(values)) for name, values in logged.items()}
 
 
 class EventLoop:
-    """One for a task's life, in each process: a user's client belongs to the first it meets."""
+    """One for all of task.reward's async functions in a process, in a thread of its own.
+
+    A user's client belongs to the first loop it meets, and has tasks of its own there: they go on
+    between steps too, such as to answer a server that asks whether the client is still there.
+    """
 
     def __init__(self) -> None:
         # By process: a fork's child must leave its parent's alone, whose sockets it shares.
-        self.runners: dict[int, tuple[asyncio.Runner, threading.Lock]] = {}
+        self.loops: dict[int, asyncio.AbstractEventLoop] = {}
         atexit.register(self.close)
 
     def run(self, coroutine: Coroutine) -> Any:
-        """What the coroutine returns; what it has begun and not awaited is cancelled."""
-        new = asyncio.Runner(), threading.Lock()  # nothing yet: its loop is made in its first run
-        runner, lock = self.runners.setdefault(os.getpid(), new)
-        with lock:
-            return runner.run(alone(coroutine))
+        """What the coroutine returns; it is cancelled if a signal ends an evaluation."""
+        loop = self.loops.get(os.getpid()) or self.start()
+        # A Ctrl-C reaches the processes that it starts only if it reaches those of this thread.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        loop.call_soon_threadsafe(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
+        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        try:
+            while not wait([running], timeout=0.2).done:  # seconds
+                leave_if_signalled()
+            return running.result()
+        finally:
+            running.cancel()  # unless it has ended
+
+    def start(self) -> asyncio.AbstractEventLoop:
+        loop = asyncio.new_event_loop()
+        loop.set_default_executor(DaemonThreads())
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        return self.loops.setdefault(os.getpid(), loop)
+
+    @property
+    def num_open(self) -> int:
+        """How many tasks the functions have left open in this process."""
+        return sum(len(asyncio.all_tasks(loop)) for loop in self.loops.values())
 
     def close(self) -> None:
-        """Close this process's, unless a thread, or a task that heeds no end, is still in it."""
-        runner, lock = self.runners.get(os.getpid(), (None, None))
-        if runner and lock.acquire(blocking=False) and not asyncio.all_tasks(runner.get_loop()):
-            runner.close()
+        """End what is still open in this process's, but wait for no task that heeds no end."""
+        if loop := self.loops.get(os.getpid()):
+            with contextlib.suppress(TimeoutError):
+                asyncio.run_coroutine_threadsafe(end_others(), loop).result(CLOSE_S)
 
 
-async def alone(coroutine: Coroutine) -> Any:
-    asyncio.get_running_loop().set_default_executor(DaemonThreads())
-    try:
-        return await coroutine
-    finally:
-        for task in (others := asyncio.all_tasks() - {asyncio.current_task()}):
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=1.0)  # seconds
+LOOP = EventLoop()
+
+
+async def end_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others)
 
 
 class DaemonThreads(ThreadPoolExecutor):

@@ -1,7 +1,5 @@
 """The module of a task, which a config needs before torch: this imports no heavy library."""
 
-import contextlib
-import copy
 import functools
 import hashlib
 import importlib
@@ -10,42 +8,41 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from pydantic import create_model
+from pydantic import BaseModel, create_model
 
 from engine import ROOT
-from engine.core.config import Config, ConfigError, Section, TaskSettings, Text, Weight, as_reward
+from engine.core.config import Config, ConfigError, TaskSettings, Text, Weight, as_reward
 from engine.core.text import show
-from engine.core.user_file import RewardError, import_file, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward
+from engine.core.user_file import import_file
+from engine.questions.contract import Task
+from engine.questions.rewards import default_weights
 
-FILE_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 # How task.reward names functions: my_rewards:f, my_rewards:[f, g] or [my_rewards:f, lengths:g].
 OF_ONE_FILE = r"[\w.]+:(?:\w+|\[\s*\w+(?:\s*,\s*\w+)*\s*\])"
 REWARD_FORM = re.compile(rf"{OF_ONE_FILE}|\[\s*{OF_ONE_FILE}(?:\s*,\s*{OF_ONE_FILE})*\s*\]")
 
 
-def load_task(name: str) -> Task:
-    """A task of the checkout, <name>.py in the current folder, or functions (my_rewards:f)."""
+def load_task(options: TaskSettings) -> Task:
+    """A task of the checkout, <name>.py in the current folder, or functions (my_rewards:f).
+
+    ConfigError if there is none, or if it lacks what each task needs.
+    """
+    name = options.code
     own_file = Path.cwd() / f"{name}.py"
-    if name in built_in_tasks():
-        return task_of(importlib.import_module(name if name == "countdown" else f"tasks.{name}"))
     if ":" in str(name):
-        from engine.questions.reward_functions import make_task  # off by default
+        from engine.questions.reward_functions import RewardTask, find_functions  # off by default
 
-        return make_task(Path.cwd(), *functions_in(check_form(name)))
-    if own_file.stem == name and own_file.is_file():
-        return task_of(import_file(own_file))
-    choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
-    raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
-
-
-@functools.cache
-def task_of(module: ModuleType) -> Task:
-    """The task that a module defines; ConfigError if it lacks what each task needs."""
-    task = Task(module.__file__, vars(module))
+        return RewardTask(find_functions(functions_in(check_form(name))), options)
+    if name in built_in_tasks():
+        module = importlib.import_module(name if name == "countdown" else f"tasks.{name}")
+    elif own_file.stem == name and own_file.is_file():
+        module = import_file(own_file)
+    else:
+        choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
+        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+    task = Task(module.__file__, vars(module), options)
     if problems := list(problems_of_task(task)):
         raise ConfigError([f"{task.file}: {problem}" for problem in problems])
     return task
@@ -59,7 +56,8 @@ def functions_in(reward: str) -> list[str]:
 
 def check_form(text: Any) -> str:
     """The text of a task.reward, if it names functions; else ConfigError."""
-    given, text = text, as_reward(text)
+    given = text
+    text = as_reward(text)
     if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
         forms = "my_rewards:f for the function f in my_rewards.py, 'my_rewards:[f, g]' for two, or "
         forms += "'[my_rewards:f, lengths:g]'"
@@ -86,8 +84,8 @@ def problems_of_task(task: Task) -> Iterator[str]:
             yield f"Environment.{name} must not be async"
     if not isinstance(task.REWARD_PARTS, tuple) or "answer" not in task.REWARD_PARTS:
         yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
-    if not issubclass(task.Options, Section):
-        yield "Options must inherit from Section in engine/core/config.py"
+    if not issubclass(task.Options, BaseModel):
+        yield "Options must be a pydantic BaseModel"
         return
     for key, field in task.Options.model_fields.items():
         if field.is_required() or key in TaskSettings.model_fields:
@@ -95,75 +93,23 @@ def problems_of_task(task: Task) -> Iterator[str]:
             yield f"Options.{key} needs a default, and a name other than {shared}"
 
 
-def reward_parts(
-    task: Task,
-    texts: list[list[str]],
-    examples: list[dict],
-    options: TaskSettings,
-    groups: list[list],
-) -> list[list[dict[str, float | None]]]:
-    """What a task pays for each completion of each question; RewardError if that is no number.
-
-    `groups` are the texts' Completions, [[None]] to try it. A part that does not apply is None.
-    """
-    with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
-        if task.reward_groups is not None:
-            return task.reward_groups(texts, examples, options=options, groups=groups)
-        return [
-            [parts_of(task, text, example, options, c) for text, c in zip(some, group, strict=True)]
-            for some, example, group in zip(texts, examples, groups, strict=True)
-        ]
-
-
-def parts_of(
-    task: Task, text: str, example: dict, options: TaskSettings, completion: Any
-) -> dict[str, float]:
-    """What reward_function and Environment pay for a completion; a number is the part `answer`."""
-    parts, payer = {}, "get_reward"
-    if task.reward_function is not None:
-        payer, num_tokens = "reward_function", len(completion.token_ids) if completion else 0
-        # The function gets a copy: a change of the question would stay for the whole run.
-        question = copy.deepcopy(example)
-        with naming_mistakes(task.file, task.reward_function, example):
-            parts = task.reward_function(text, question, options=options, num_tokens=num_tokens)
-        parts = {"answer": parts} if is_reward(parts) else parts
-    if completion and completion.conversation and isinstance(parts, dict):
-        parts = parts | completion.conversation.reward()
-    for name in task.REWARD_PARTS:
-        value = parts.get(name) if isinstance(parts, dict) else None
-        if not is_reward(value):
-            wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
-            found = f"not {parts!r:.80}: {name} is missing or no finite number"
-            where = line_of(task.file, function=task.reward_function)
-            raise RewardError(f"{where}: {payer} {wanted}, {found}: question {example!r:.200}")
-    return {name: float(parts[name]) for name in task.REWARD_PARTS}
-
-
-def read_answer(task: Task, text: str, example: dict, options: TaskSettings) -> str | None:
-    """The answer in a completion; None if there is none, or the task reads none."""
-    if task.extract_answer is None:
-        return None
-    with naming_mistakes(task.file, task.extract_answer, example):
-        return task.extract_answer(text, copy.deepcopy(example), options=options)
-
-
-def default_weights(task: Task) -> dict[str, float]:
-    """What the parts of its reward weigh, as the task says."""
-    return dict.fromkeys(task.functions, 1.0) or TaskSettings().reward_weights
+def schema(code: str) -> type[Config]:
+    """Config with the own keys of the task that `load_task` finds, and the parts of its reward."""
+    task = load_task(TaskSettings.model_construct(name=code))
+    return make_schema(task.Options, task.REWARD_PARTS, *task.functions)
 
 
 @functools.cache
-def schema(task: Task) -> type[Config]:
-    """Config with the task's own keys and the parts of its reward in the task section."""
-    weights = default_weights(task)
-    defaults = {part: weights.get(part, 0.0) for part in task.REWARD_PARTS}
+def make_schema(own: type[BaseModel], parts: tuple[str, ...], *functions: str) -> type[Config]:
+    weights = default_weights(functions)
+    defaults = {part: weights.get(part, 0.0) for part in parts}
     # The keys' explanations are those of the bases: pydantic would search all modules for more.
     make = functools.partial(create_model, __cls_kwargs__={"use_attribute_docstrings": False})
     settings = make(
         "TaskSettings",
-        __base__=(task.Options, TaskSettings),
-        name=(Text, "+".join(task.functions) or TaskSettings().name),
-        reward_weights=(dict[Literal[task.REWARD_PARTS], Weight], defaults),
+        __base__=(own, TaskSettings),
+        name=(Text, "+".join(functions) or TaskSettings().name),
+        reward_weights=(dict[Literal[parts], Weight], defaults),
     )
     return make("Config", __base__=Config, task=(settings, settings()))
 
@@ -190,8 +136,3 @@ def is_in_split(key: str, split: str) -> bool:
 
 def hash_of(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "backslashreplace")).digest()
-
-
-def is_file_name(source: str) -> bool:
-    """Whether `source` is named like a file that can be loaded; it need not exist."""
-    return Path(source).suffix.lower() in FILE_FORMATS

@@ -59,7 +59,8 @@ class Board:
     def open(self, folder: Path, about: dict[str, Any], logger: Any) -> None:
         """Begin the board's run, or go on with the one whose id is in the folder; print where."""
         about = about | {"params": unnest(about["params"], separator=".")}
-        self.is_on, self.logger = True, logger
+        self.is_on = True
+        self.logger = logger
         with self._guard():
             file = folder / f"{self.title.lower()}_run_id"
             known = file.read_text().strip() if file.exists() else None
@@ -111,7 +112,9 @@ class Board:
 class MlflowRun(Board):
     """The run in MLflow, where `eval/pass@1` is `eval/pass_at_1`: it refuses some characters."""
 
-    title, server, environment = "MLflow", "MLFLOW_TRACKING_URI", MLFLOW_ENVIRONMENT
+    title = "MLflow"
+    server = "MLFLOW_TRACKING_URI"
+    environment = MLFLOW_ENVIRONMENT
 
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
         self.client = self.package.MlflowClient()
@@ -134,7 +137,8 @@ class MlflowRun(Board):
         return run_id, f"{server}/{page}" if "http" in server else f"{run_id} in {server}"
 
     def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
-        entities, now_ms = self.package.entities, int(time.time() * 1000)
+        entities = self.package.entities
+        now_ms = int(time.time() * 1000)
         named = [(mlflow_name(name), value) for name, value in metrics.items()]
         points = [entities.Metric(name, value, now_ms, step) for name, value in named]
         sent = f"{step} evaluated" if is_evaluation else str(step)
@@ -159,7 +163,8 @@ class WandbRun(Board):
     offline a resumed run sends again what the killed one has sent: nobody can tell it.
     """
 
-    title, server = "wandb", "WANDB_BASE_URL"
+    title = "wandb"
+    server = "WANDB_BASE_URL"
 
     def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
         settings = self.package.Settings(

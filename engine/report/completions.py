@@ -29,7 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.types import Groups, Trajectory
 
-HEAD, TAIL = 384, 128  # tokens kept of a longer completion
+HEAD = 384  # tokens kept of a longer completion
+TAIL = 128
 
 
 def completion_rows(step: int, questions: list[dict], groups: Groups) -> Iterator[dict]:
@@ -53,7 +54,8 @@ def completion_record(
 ) -> dict:
     """What the file keeps of a trajectory; if it is not in `weights`, the update left it out."""
     completion = trajectory.completion
-    ids, num_tokens = completion.token_ids, len(completion.token_ids)
+    ids = completion.token_ids
+    num_tokens = len(completion.token_ids)
     is_long = num_tokens > HEAD + TAIL
     parts = [slice(HEAD), slice(num_tokens - TAIL, None)] if is_long else [slice(None)]
     kept = np.concatenate([np.arange(num_tokens)[part] for part in parts])

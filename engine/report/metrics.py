@@ -1,6 +1,7 @@
 """What is measured: of a step, of an evaluation, by mode=evaluate alone; signs of a collapse."""
 
 import copy
+import functools
 import math
 import resource
 import sys
@@ -8,17 +9,19 @@ import sys
 import numpy as np
 import torch
 
-from engine.core import statistics
-from engine.core.config import TaskSettings, ValidationSettings
+from engine.core.config import ValidationSettings
 from engine.core.distributed import World
+from engine.core.measures import reduce_means
 from engine.core.types import Groups
 from engine.questions.contract import Task
-from engine.questions.tasks import read_answer
+from engine.questions.rewards import read_answer
+from engine.report.pass_at_k import majority_sample, solve_rates, with_interval
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back. The means of these metrics over the last steps show it.
 WATCHED = ("train/solved", "train/entropy", "train/truncated_frac")
-MIN_STEPS, MIN_QUESTIONS = 10, 160  # window length; a shorter window is too noisy to judge
+WINDOW_STEPS = 10  # its length: a shorter window is too noisy to judge
+WINDOW_QUESTIONS = 160
 LEAST_FALL = 0.05  # of train/solved; where little was ever solved, a smaller fall may be noise
 LOW_ENTROPY = 0.01  # nats per token: the policy has nothing left to choose between
 
@@ -38,7 +41,8 @@ def rollout_metrics(
     sampled = [t for group in groups for t in group]
     batch = [t for t in sampled if t.in_batch]
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    num, num_equal = rewards.shape[1], (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
+    num = rewards.shape[1]
+    num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
     num_tokens = sum(len(t.completion.token_ids) for t in sampled)
     num_drawn = sum(t.completion.num_sampled for t in sampled)
     metrics = {
@@ -65,7 +69,7 @@ def mean_of_last(
     recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
 ) -> tuple[list[list[float]], dict[str, float]]:
     """Add a step's WATCHED metrics to `recent`; return its last steps and, if enough, the means."""
-    num_steps = max(MIN_STEPS, math.ceil(MIN_QUESTIONS / num_questions))
+    num_steps = max(WINDOW_STEPS, math.ceil(WINDOW_QUESTIONS / num_questions))
     recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
     if len(recent) < num_steps:
         return recent, {}
@@ -105,9 +109,9 @@ def evaluation_metrics(
     if "timeout" in task.REWARD_PARTS:
         late = [t.reward_parts["timeout"] for t in sampled]
         metrics["eval/reward_timeouts"] = (sum(late), len(late))
-    rates = statistics.solve_rates(solved, validation.reported_k)
+    rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
-    return rates | statistics.reduce_means(metrics, world)
+    return rates | reduce_means(metrics, world)
 
 
 def mean_rewards(
@@ -125,17 +129,12 @@ def mean_rewards(
     for name, means in zip(["reward", *(f"part_{part}" for part in parts)], table.T, strict=True):
         means = means[~np.isnan(means)]
         if len(means) > 0:
-            metrics |= statistics.with_interval(f"eval/{name}", means, is_binary=False)
+            metrics |= with_interval(f"eval/{name}", means, is_binary=False)
     return metrics
 
 
 def single_answer_metrics(
-    task: Task,
-    options: TaskSettings,
-    questions: list[dict],
-    groups: Groups,
-    greedy: Groups,
-    world: World,
+    task: Task, questions: list[dict], groups: Groups, greedy: Groups, world: World
 ) -> dict[str, float]:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
@@ -147,19 +146,20 @@ def single_answer_metrics(
     if task.extract_answer is not None:
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
-            votes = [read_answer(task, t.text, example, options) for t in group]
-            chosen = statistics.majority_sample(votes)
+            votes = [read_answer(task, t.text, example) for t in group]
+            chosen = majority_sample(votes)
             solved["majority"].append(chosen is not None and group[chosen].is_solved)
     solved["greedy"] = [t.is_solved for t in answers]
     if task.is_lenient_solved is not None:
         solved["strict"] = solved["greedy"]
+        is_solved = functools.partial(task.is_lenient_solved, options=task.options)
         solved["lenient"] = [
-            not t.completion.is_broken and task.is_lenient_solved(t.text, example, options=options)
+            not t.completion.is_broken and is_solved(t.text, example)
             for t, example in zip(answers, copy.deepcopy(mine), strict=True)
         ]
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
-    metrics = statistics.reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
+    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
     for name, column in solved.items():
         table = world.gather_rows(column, shape=(len(questions), 1))
-        metrics |= statistics.with_interval(f"eval/{name}", table[:, 0], is_binary=True)
+        metrics |= with_interval(f"eval/{name}", table[:, 0], is_binary=True)
     return metrics

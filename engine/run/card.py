@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, dotted_values
 from engine.core.text import show
-from engine.questions.data import is_file_name
 from engine.questions.prompts import encode_prompts, render_prompts
+from engine.questions.tables import is_file_name, is_on_hub, split_source
 from engine.run.folder import run_name
 from engine.run.state import PASS_AT_1, Run
 
@@ -23,14 +23,14 @@ CARD = Template(TEXT, trim_blocks=True, keep_trailing_newline=True)
 
 def model_card(run: Run, measured: dict[str, float], *, answers: str | None = None) -> str:
     """The card of the model as it was measured; `answers` is where those it imitated come from."""
-    config, tokenizer = run.config, run.policy.tokenizer
+    config = run.config
+    tokenizer = run.policy.tokenizer
     question = run.validation_questions[:1]
-    (prompt,), add_special_tokens = render_prompts(
-        question, task=run.task, options=config.task, tokenizer=tokenizer
-    )
-    (ids,) = encode_prompts(question, task=run.task, options=config.task, tokenizer=tokenizer)
+    (prompt,), add_special_tokens = render_prompts(question, task=run.task, tokenizer=tokenizer)
+    (ids,) = encode_prompts(question, task=run.task, tokenizer=tokenizer)
     if tokenizer.encode(prompt, add_special_tokens=add_special_tokens) != ids:
-        prompt, add_special_tokens = tokenizer.decode(ids), False  # it would add an end token too
+        prompt = tokenizer.decode(ids)
+        add_special_tokens = False  # it would add an end token too
     base = f"[{config.model.name}](https://huggingface.co/{config.model.name})"
     if Path(config.model.name).is_dir():  # only its name, since paths are private
         base = f"`{Path(config.model.name).resolve().name.replace('`', '_')}` (a local model)"
@@ -47,7 +47,7 @@ def model_card(run: Run, measured: dict[str, float], *, answers: str | None = No
         settings=dotted_values(config),
         run=run,
         answers=answers,
-        after=[measured[key] for key in PASS_AT_1],
+        after=[measured[key] for key in PASS_AT_1 if key in measured],  # not by a signal
         others={key.removeprefix("eval/"): measured[key] for key in names},
         tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",
         prompt=prompt,
@@ -57,7 +57,7 @@ def model_card(run: Run, measured: dict[str, float], *, answers: str | None = No
 
 def metadata(config: Config, answers: str | None) -> ModelCardData:
     """What the hub reads of a card. No licence is named: that of the base model holds."""
-    source = answers or config.task.train
+    source, _, _ = split_source(answers or config.task.train)
     tags = ["sft"] if answers else ["reinforcement-learning", config.training.learning_type]
     # The hub refuses the names of a base and of data that it does not have.
     return ModelCardData(
@@ -75,12 +75,8 @@ def describe_source(name: str) -> str:
     if is_file_name(name):
         return f"`{Path(name).name.replace('`', '_')}` (a local file)"
     if is_on_hub(name):
-        return f"[{name}](https://huggingface.co/datasets/{name})"
+        return f"[{name}](https://huggingface.co/datasets/{split_source(name)[0]})"
     return f"{name} by the task"
-
-
-def is_on_hub(source: str) -> bool:
-    return source.count("/") == 1 and not is_file_name(source)
 
 
 def merged_card(card: str) -> str:

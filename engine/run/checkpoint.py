@@ -29,6 +29,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from engine.core.config import dotted_values
 from engine.core.files import open_to_append, sizes_of, sync
+from engine.core.hub import without_hub
 from engine.core.types import Log, no_log
 from engine.run.card import model_card
 from engine.run.state import Run
@@ -38,14 +39,16 @@ MARKER = "has_checkpoints"
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
-    model, score = run.policy.model, measured[run.config.best_metric]
+    model = run.policy.model
+    score = measured[run.config.best_metric]
     weights = None
     if run.config.model.shard:
         from engine.update.shards import gather_weights
 
         weights = gather_weights(model, run.world)
     best = {"best": score, "best_step": run.state.step, "best_by": run.config.best_by}
-    card, folder = model_card(run, measured), run.folder / "best"
+    card = model_card(run, measured)
+    folder = run.folder / "best"
     arguments = (model, run.policy.tokenizer, card, folder, weights, best)
     return save_on_main(run, "best", score, save_model, *arguments)
 
@@ -56,7 +59,9 @@ def save_checkpoint(run: Run) -> None:
     Where the last update has ruined the weights, step after step is skipped. Only the first
     checkpoint behind it is written: with checkpoint.keep=2 a good one before it stays.
     """
-    root, world, state = run.folder / "checkpoints", run.world, run.state
+    root = run.folder / "checkpoints"
+    world = run.world
+    state = run.state
     if state.skipped_in_a_row > 0:
         newest = world.on_main(newest_whole, root)
         if newest is not None and step_of(newest) >= state.changed_at:
@@ -77,8 +82,11 @@ def save_checkpoint(run: Run) -> None:
         "lost_best": run.unsaved.get("best"),
         "fit": asdict(run.fit),
     }
-    model, tokenizer, optimizer = run.policy.model, run.policy.tokenizer, run.optimizer
-    name, keep = f"step-{state.step:06d}", run.config.checkpoint.keep
+    model = run.policy.model
+    tokenizer = run.policy.tokenizer
+    optimizer = run.optimizer
+    name = f"step-{state.step:06d}"
+    keep = run.config.checkpoint.keep
     write = functools.partial(write_model, model=model, tokenizer=tokenizer, optimizer=optimizer)
     if run.config.model.shard:
         from engine.update import shards
@@ -136,7 +144,8 @@ def write_checkpoint(
 
 def mark(root: Path, checkpoint: Path) -> None:
     """Write that there are checkpoints, and link `last` to the newest."""
-    last, marker = root / "last", root.parent / MARKER
+    last = root / "last"
+    marker = root.parent / MARKER
     if marker.exists() and last.resolve() == checkpoint.resolve():
         return
     open_to_append(marker).close()
@@ -149,7 +158,8 @@ def mark(root: Path, checkpoint: Path) -> None:
 def write_model(
     folder: Path, *, model: PreTrainedModel, tokenizer: Tokenizer, optimizer: Optimizer
 ) -> None:
-    model.save_pretrained(folder)
+    with without_hub():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
 
@@ -167,7 +177,8 @@ def save_model(
     `weights` are all of them where this rank's model has a part; `best` is what best.json keeps.
     """
     with save_folder(folder) as temporary:
-        model.save_pretrained(temporary, state_dict=weights)
+        with without_hub():
+            model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
         if best is not None:

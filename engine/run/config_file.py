@@ -17,6 +17,7 @@ from engine.core.config import SECTIONS, Config, ConfigError, check_world, dotte
 from engine.core.text import Loader, show, to_yaml, unnest
 from engine.model.folders import check_folder
 from engine.questions import tasks
+from engine.questions.tables import is_file_name
 from engine.run.folder import run_that_made
 
 USAGE = """\
@@ -62,7 +63,8 @@ def check_default_rate(config: Config) -> None:
     except ValueError:
         if not os.path.exists(config.model.name):
             return  # that there is no such model comes first: `check_files` says so
-    rate, model = config.training.learning_rate, Path(config.model.name).resolve()
+    rate = config.training.learning_rate
+    model = Path(config.model.name).resolve()
     is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
     made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
@@ -77,12 +79,13 @@ def check_default_rate(config: Config) -> None:
 
 def check_files(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
-    values, lines = dotted_values(config), []
+    values = dotted_values(config)
+    lines = []
     sources = ["task.eval", *["task.train"] * (config.mode == "train")]
-    if tasks.load_task(config.task.code).load_examples is not None:
+    if tasks.load_task(config.task).load_examples is not None:
         sources = []  # the task says what a source is
     for key in sources:
-        if values[key] and tasks.is_file_name(values[key]) and not Path(values[key]).exists():
+        if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():
             lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
     for key in filter(values.get, ("model.name", "model.teacher")):
         try:
@@ -101,13 +104,14 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
     from_command_line = nest(map(parse_override, overrides))
     values = merge(without_other_task(from_file, from_command_line), from_command_line)
     values = merge(values, replaced_length(from_file, from_command_line))
-    full_schema = tasks.schema(tasks.load_task(task_name(values)))
+    full_schema = tasks.schema(task_name(values))
     values = merge(values, nest(texts_of(overrides, full_schema)))
     values = merge(full_schema().model_dump(), values)
     try:
         config = full_schema.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(error_lines(error, full_schema, values)) from error
+        lines = error_lines(error, full_schema, values)
+        raise ConfigError(lines, in_our_words(merge(from_file, from_command_line))) from error
     check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
     return config
 
@@ -196,14 +200,16 @@ def merge(base: Any, new: Any) -> Any:
 
 def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The file's values, without those for its task if the command line names another task."""
-    task, given = section_of(values, "task"), section_of(overrides, "task")
+    task = section_of(values, "task")
+    given = section_of(overrides, "task")
     is_other = not given.keys().isdisjoint({"name", "reward"})
     if not task or not is_other or task_name(values) == task_name(overrides):
         return values
     # Other functions for the file's rows leave all but the weights of those that are gone.
     if task.get("reward") is not None and given.get("reward") is not None and "train" not in given:
         before, after = (tasks.functions_in(task_name(of)) for of in (values, overrides))
-        weights, names = section_of(task, "reward_weights"), [f.split(":")[1] for f in after]
+        weights = section_of(task, "reward_weights")
+        names = [f.split(":")[1] for f in after]
         kept = task | {"reward_weights": {part: weights[part] for part in weights if part in names}}
         if task.get("name") == "+".join(f.split(":")[1] for f in before):  # it names the run itself
             del kept["name"]
@@ -244,7 +250,8 @@ def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
 def task_name(values: dict[str, Any]) -> Any:
     """The task that the values ask for, before they are checked: its name, or task.reward."""
     task = section_of(values, "task")
-    name, reward = task.get("name", Config().task.name), task.get("reward")
+    name = task.get("name", Config().task.name)
+    reward = task.get("reward")
     return name if reward is None else tasks.check_form(reward)
 
 
@@ -258,17 +265,23 @@ def dump(config: Config) -> str:
 
 def error_lines(error: ValidationError, full_schema: type[Config], values: dict) -> list[str]:
     """One line for each key that pydantic rejects: its value, and what it should be."""
-    defaults, problems, notes = full_schema(), {}, {}
-    known, theirs = [*SECTIONS, *dotted_values(defaults)], read_file(WORDS_ELSEWHERE)["values"]
+    defaults = full_schema()
+    problems = {}
+    notes = {}
+    known = [*SECTIONS, *dotted_values(defaults)]
+    theirs = read_file(WORDS_ELSEWHERE)["values"]
     for detail in error.errors():
-        names, value, kind = [], values, detail["type"]
+        names = []
+        value = values
+        kind = detail["type"]
         with suppress(LookupError, TypeError):  # the place in a union ends with names of types
             for name in detail["loc"]:
                 if isinstance(value, str):  # one word in the place of a list
                     break
                 value = value[name]
                 names.append(str(name))
-        key, problem = ".".join(names), detail["msg"].removeprefix("Value error, ")
+        key = ".".join(names)
+        problem = detail["msg"].removeprefix("Value error, ")
         if kind == "extra_forbidden":
             of_task = f" of task {values['task']['name']}" if names[0] == "task" else ""
             problem = f"unknown key{of_task}{hint(key, value, known)}; --help lists the keys"
@@ -290,16 +303,8 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
 
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
-    words = read_file(WORDS_ELSEWHERE)
-    ours = {word: name for name, theirs in words["keys"].items() for word in theirs}
-    typed = (name.lstrip("-").replace("-", "_") for name in unnest({key: value}, separator="."))
-    leaves, remarks = [f".{name}" for name in typed], words["remarks"]
-    known_words = {**ours, **remarks}
-    if foreign := [word for leaf in leaves for word in known_words if leaf.endswith(f".{word}")]:
-        named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
-        notes = {word: f" ({remarks[word]})" for word in foreign if word in remarks}
-        return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
-    close, (section, _, last) = difflib.get_close_matches, key.rpartition(".")
+    close = difflib.get_close_matches
+    (section, _, last) = key.rpartition(".")
     among = [name.rpartition(".") for name in (SECTIONS if isinstance(value, dict) else known)]
     # Of other sections only the same word: one that is merely near counts other things there.
     near = [
@@ -307,4 +312,65 @@ def hint(key: str, value: Any, known: list[str]) -> str:
         for its, _, leaf in among
         if leaf == last or (its == section and close(last, [leaf], cutoff=0.8))
     ]
+    ours, words = words_elsewhere()
+    remarks = words["remarks"]
+    paths = unnest({key: value}, separator=".")
+    foreign = [*filter(None, (word_in(path, [*ours, *remarks]) for path in paths))]
+    if section in SECTIONS and not any(ours.get(w, "").startswith(section) for w in foreign):
+        foreign = [] if any(name.startswith(section) for name in near) else foreign
+    if foreign:
+        named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
+        notes = {word: f" ({remarks[word]})" for word in foreign if word in remarks}
+        return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
     return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
+
+
+def words_elsewhere() -> tuple[dict[str, str], dict[str, Any]]:
+    """Our key for each word of other trainers that has one, and all that we say of their words."""
+    words = read_file(WORDS_ELSEWHERE)
+    ours = {key.rpartition(".")[2]: key for key in words["same"]}
+    return ours | {word: key for key in words["keys"] for word in words["keys"][key]}, words
+
+
+def word_in(path: str, words: Iterable[str]) -> str | None:
+    """The longest of the words that is the path's end: rollout.n in actor_rollout_ref.rollout.n."""
+    path = "." + path.lstrip("-").replace("-", "_")
+    return max((word for word in words if path.endswith(f".{word}")), key=len, default=None)
+
+
+def in_our_words(given: dict[str, Any]) -> str:
+    """YAML that loads, to paste into a file; empty unless words of other trainers are given.
+
+    It sets what means the same here. What needs a choice stands in a comment.
+    """
+    ours, words = words_elsewhere()
+    flat = unnest(given, separator=".")
+    known = dotted_values(Config())
+    theirs = {path: None if path in known else word_in(path, ours) for path in flat}
+    if sum(map(bool, theirs.values())) < 2:
+        return ""
+    settings = {}
+    comments = []
+    # In the order of our keys: task.train says whether there may be training.num_epochs.
+    for key, path in sorted((ours.get(theirs[path], path), path) for path in flat):
+        word = theirs[path]
+        value = flat[path]
+        meant = words["values"].get(key, {}).get(str(value), value)
+        with_it = merge(settings, nest([(key, meant)]))
+        if (word not in words["remarks"] or meant != value) and loads(with_it):
+            settings = with_it
+        elif word:
+            remark = words["remarks"].get(word, "it has another value here")
+            comment = f"# {key}: {show(value)} ({word}: {remark})"
+            comments.append(" ".join(comment.split()) + "\n")
+    head = "# In our words, as a file for --config; what is behind a # needs your choice:\n"
+    return "".join([head, to_yaml(settings), *comments])
+
+
+def loads(values: dict[str, Any]) -> bool:
+    """Whether they are a file's values without a mistake."""
+    try:
+        combine(values, [])
+    except ConfigError:
+        return False
+    return True

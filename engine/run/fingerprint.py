@@ -3,7 +3,6 @@
 A checkpoint keeps them, so that no run goes on with others that have the same name.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,17 +14,17 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers.utils import cached_file
-from transformers.utils.hub import extract_commit_hash
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TrainingSettings, dotted_values
 from engine.core.distributed import World
-from engine.core.hub import reach_hub
+from engine.core.hub import commit_of, is_commit
 from engine.core.text import show
 from engine.core.user_file import find_function
+from engine.model.folders import hash_of_folder
 from engine.model.load import find_base, of_teacher, one_line_errors
 from engine.questions.contract import Task
+from engine.questions.tables import split_source
 from engine.run.folder import run_name
 
 COUNTDOWN = ROOT / "countdown.py"
@@ -33,10 +32,6 @@ NOT_OWN = [ROOT / name for name in ("engine", "tools", "main.py", "logger.py")]
 INSTALLED = tuple(f"{p}/" for p in (sys.prefix, sys.base_prefix, site.getusersitepackages()))
 NOT_OWN += [Path(place).resolve() for place in INSTALLED]
 MODEL_FILES = "the files of model.name"  # where a checkpoint keeps what `of_model` says
-# In a model's folder: what decides on its prompts, its tokens and its arithmetic.
-FILES = ("*config.json", "*token*", "vocab*", "merges*", "chat_template*", "*.model", "*.py")
-WEIGHTS = ("*.safetensors", "*.bin")
-BLOCK, NUM_BLOCKS = 16_384, 1_024  # bytes; blocks of each weight file, spread evenly over it
 
 
 def of_questions(*splits: list[dict]) -> str:
@@ -54,7 +49,8 @@ def of_files(
     config: Config, key: str = "model.name", *, with_weights: bool = False
 ) -> dict[str, str]:
     """What `of_model` says of the model, and of its base if it is an adapter; `key` names it."""
-    source, what = config.model.source, f"the files of {key}"
+    source = config.model.source
+    what = f"the files of {key}"
     found = {what: of_model(config, with_weights=with_weights)}
     with one_line_errors(source.name, key=key):
         base = find_base(source)
@@ -68,36 +64,13 @@ def of_model(config: Config, *, with_weights: bool = False) -> str:
     """A hash of the files of a model's folder; of a model on the hub its commit.
 
     The weights count where the run goes on reading them: below an adapter, as the reference of a KL
-    penalty, or as a teacher. Blocks are enough, since training changes weights everywhere.
+    penalty, or as a teacher.
     """
-    source, digest = config.model.source, hashlib.sha256()
-    folder = Path(source.name)
-    if not folder.is_dir():
+    source = config.model.source
+    if not Path(source.name).is_dir():
         return str(commit_of(source.name, source.revision))
     reads_weights = with_weights or config.model.lora is not None or config.training.has_reference
-    patterns = FILES + WEIGHTS * reads_weights
-    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    for file in sorted(files):
-        size, is_large = file.stat().st_size, f"*{file.suffix}" in WEIGHTS
-        digest.update(f"{file.name}: {size} bytes".encode())
-        stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
-        with file.open("rb", buffering=0) as opened:
-            for start in range(0, size, stride):
-                opened.seek(start)
-                digest.update(opened.read(BLOCK))
-    return digest.hexdigest()[:16]
-
-
-def commit_of(name: str, revision: str | None) -> str | None:
-    """The commit of a model on the hub; of a folder, and if the hub cannot tell, the revision."""
-    if Path(name).exists():
-        return revision
-    with one_line_errors(name):
-        reach_hub(name, revision)
-    for file in ("config.json", "adapter_config.json"):
-        with contextlib.suppress(OSError):  # loading the model will say it better
-            return extract_commit_hash(cached_file(name, file, revision=revision), None)
-    return revision
+    return hash_of_folder(Path(source.name), with_weights=reads_weights)
 
 
 def of_own_code(task: Task, training: TrainingSettings) -> str:
@@ -186,6 +159,12 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
     for key, value in BEFORE_NULL.items():
         saved[key] = now[key] if (now[key], saved[key]) == (None, value) else saved[key]
+    for key in ("model.revision", "model.teacher_revision"):
+        if not is_commit(saved[key]):  # an older version kept the name of a branch, or nothing
+            saved[key] = now[key]
+    for key in ("task.train", "task.eval"):
+        if "@" not in saved[key]:
+            now[key] = "".join(split_source(now[key])[::2])
     for values in (now, saved):
         values["validation.best_by"] = values["validation.best_by"] or config.best_by
     if config.model.source is not config.model and saved["model.name"].endswith("/base"):

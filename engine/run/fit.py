@@ -1,17 +1,22 @@
-"""How large a micro-batch a GPU holds, and whether it must recompute: found by trying.
+"""What fits: a run on its disk; on a GPU a micro-batch, and whether it must recompute for that.
 
-A pass of one row and one of two, of weight 0, show what each further row takes.
+The latter is found by trying: a pass of one row and one of two, of weight 0, show what each further
+row takes.
 """
 
 import math
+import shutil
+from pathlib import Path
 
 import torch
 
+from engine.core.config import Config
+from engine.core.files import sizes_of
 from engine.model.load import recompute
 from engine.model.policy import MOST_TOKENS
 from engine.questions.prompts import encode_prompts
 from engine.run.state import Fit, Run
-from engine.update.optimizer import AVERAGES
+from engine.update.optimizer import AVERAGES, FP32
 
 SHARE = 0.7  # of the free memory: micro-batches of several shapes leave a part of it in fragments
 NCCL_BYTES = 10**9  # of its buffers, which it takes at its first sum
@@ -19,9 +24,51 @@ FEW_TOKENS = 8_192  # it recomputes rather than have fewer
 NUM_PROMPTS = 256
 
 
+def check_room(run: Run) -> None:
+    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
+    num_weights = run.policy.model.num_parameters()
+    world = run.world
+    training = run.config.training
+    num_questions = run.config.questions_per_step(world.size)
+    num_trained = sum(parameter.numel() for parameter in run.trained_weights)
+    share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
+    place = f"{world.size} x {world.device.type}"
+    run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
+    if world.device.type == "cpu" and num_weights > 50_000_000:
+        held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
+        run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
+    k = training.num_best
+    n = training.group_size
+    rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
+    best = f", of which the best {k}" if k < n else ""
+    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
+    if world.is_main:
+        check_disk(run.folder, run.config, num_weights=num_trained)
+
+
+def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
+    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
+    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
+    twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
+    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
+    if config.checkpoint.keep is not None:
+        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
+    needed = num_checkpoints * checkpoint + twice_best
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())  # a resume overwrites it
+    if needed > room:
+        keep = math.floor((room - twice_best) / checkpoint) - 1
+        fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
+        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
+        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
+        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
+
+
 def fit_micro_batches(run: Run) -> None:
     """Set `run.fit` where the config leaves open what it says; a resumed run keeps its own."""
-    training, settings, fit = run.config.training, run.config.model, run.fit
+    training = run.config.training
+    settings = run.config.model
+    fit = run.fit
     may_recompute = settings.gradient_checkpointing is None
     if training.micro_batch_tokens and not may_recompute:
         return
@@ -36,21 +83,23 @@ def fit_micro_batches(run: Run) -> None:
         recompute(run.policy.model)
         if fit is not run.fit:
             fit.tokens = max(micro_batch_that_fits(run, row), row)
-    run.fit, how = fit, "with" if fit.recomputes or settings.gradient_checkpointing else "without"
+    run.fit = fit
+    how = "with" if fit.recomputes or settings.gradient_checkpointing else "without"
     run.logger.info(f"micro-batches of {fit.tokens:,} tokens on {gpus}, {how} recomputation")
 
 
 def longest_row(run: Run) -> int:
     """The most tokens of a row: the longest of some prompts, and a completion of full length."""
     questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
-    task, options, tokenizer = run.task, run.config.task, run.policy.tokenizer
-    ids = encode_prompts(questions, task=task, options=options, tokenizer=tokenizer)
+    ids = encode_prompts(questions, task=run.task, tokenizer=run.policy.tokenizer)
     return max(map(len, ids)) + run.config.training.max_new_gen_tokens
 
 
 def micro_batch_that_fits(run: Run, row: int) -> int:
     """The tokens of the whole rows that fit on the rank with the least room; 0 if not one does."""
-    world, is_cut, num_rows = run.world, run.config.model.shard, 0
+    world = run.world
+    is_cut = run.config.model.shard
+    num_rows = 0
     weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
     later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then
     if not run.optimizer.state:
@@ -71,7 +120,8 @@ def micro_batch_that_fits(run: Run, row: int) -> int:
 
 def bytes_of_pass(run: Run, num_rows: int, row: int) -> float:
     """The most that a pass of an update takes, one of weight 0; infinite if it does not fit."""
-    policy, device = run.policy, run.world.device
+    policy = run.policy
+    device = run.world.device
     ids = torch.zeros((num_rows, row), dtype=torch.long, device=device)
     columns = torch.arange(row, device=device) >= row - run.config.training.max_new_gen_tokens
     mask = columns.expand_as(ids)

@@ -7,6 +7,8 @@ from pathlib import Path
 from engine import ROOT
 from engine.core.config import Config
 
+MADE_OF = "made_of.json"  # in base/, the sum of an adapter: the hashes of what it was derived from
+
 
 def command(program: str) -> str:
     """How main.py, or a module such as tools.report, is started from the current folder."""

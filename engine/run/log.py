@@ -15,12 +15,12 @@ import transformers
 from engine import ROOT
 from engine.core.config import Config
 from engine.core.files import json_line, sizes_of, without_nan, write_atomically
-from engine.core.statistics import Clock, reduce_means
+from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups
 from engine.core.user_file import RewardError
-from engine.questions.contract import question_text
-from engine.questions.tasks import load_task, read_answer
+from engine.questions.rewards import read_answer
+from engine.questions.tasks import load_task
 from engine.report.completions import completion_record, completion_rows
 from engine.report.metrics import peak_memory_gb, rollout_metrics, single_answer_metrics
 from engine.run.config_file import dump
@@ -30,16 +30,18 @@ from engine.run.state import Run, summary
 from engine.update.optimizer import Outcome, Update, learning_rate_at
 
 MAX_ROLLOUTS_BYTES = 16_000_000  # of rollouts.jsonl
-MAX_GROUPS, MAX_COMPLETIONS = 3, 16  # there, of a step and of a group
+MAX_GROUPS = 3  # there, of a step
+MAX_COMPLETIONS = 16  # there, of a group
 MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
 MAX_HEADING = 300  # and of a question
 
 
 def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
-    """All that is measured of the step that ends: means over all ranks, times, memory."""
+    """All that is measured of the step that has ended: means over all ranks, times, memory."""
     world = run.world
+    state = run.state
     metrics = update.metrics | reduce_means(rollout_metrics(groups, run.task.REWARD_PARTS), world)
-    metrics["train/lr"] = learning_rate_at(run.state.step + 1, run.config.training)
+    metrics["train/lr"] = learning_rate_at(state.step, run.config.training)
     if run.policy.grad_scaler.is_enabled():
         metrics["train/loss_scale"] = run.policy.grad_scaler.get_scale()  # of the next update
     metrics |= clock.read()
@@ -47,8 +49,10 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     num_tokens = metrics["train/completion_tokens"] * num_completions
     metrics["perf/tokens_per_s"] = num_tokens / metrics["time/step_s"]
     metrics["perf/peak_memory_gb"] = peak_memory_gb(world.device)
-    own = {*metrics, "train/skipped_steps", "train/collapsed"}  # `Run.end_step` adds these two
-    return metrics | logged_by_rewards(run, "train", own)
+    run.watch_for_collapse(metrics)
+    metrics["train/skipped_steps"] = state.skipped_steps
+    metrics["train/collapsed"] = float(bool(state.signs))
+    return metrics | logged_by_rewards(run, "train", {*metrics})
 
 
 def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
@@ -61,7 +65,7 @@ def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
             sums[name] = sums.get(name, 0.0) + np.array(pair)
     for name in (name for name in sums if f"{split}/{name}" in own):
         problem = f"log_metric: {name} is the run's own: rename the metric"
-        if run.state.step == 0:  # in the first evaluation or step: later it ends no run
+        if run.state.step <= 1:  # in the first evaluation or step: later it ends no run
             raise RewardError(problem)
         remark(run, "log_metric", problem)
     means = {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
@@ -72,7 +76,9 @@ def log_step(
     run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups, update: Update
 ) -> None:
     """Print a step's line, and write its metrics, its rollouts and at times its samples."""
-    step, every, logger = run.state.step, run.config.logging.train_samples_every, run.logger
+    step = run.state.step
+    every = run.config.logging.train_samples_every
+    logger = run.logger
     clock = Clock()
     with clock("rollouts_log"):  # a few groups for tools/report.py
         rollouts = describe_step(run, questions, groups, update)
@@ -80,7 +86,7 @@ def log_step(
     logger.print_step(step, run.config.training.num_steps, metrics)
     if every > 0 and step % every == 0:
         samples = samples_of(run, groups, questions, split="train")
-        logger.print_samples(f"training completions of step {step}", samples)
+        logger.print_samples(f"training completions of step {step}", samples, start=[])
         logger.log_samples(step, samples)
     logger.log_lines("rollouts.jsonl", rollouts)
     completions_every = run.config.logging.completions_every
@@ -95,7 +101,8 @@ def log_step(
 
 def describe_step(run: Run, questions: list[dict], groups: Groups, update: Update) -> str:
     """The lines of rollouts.jsonl for the step that has ended; "" if it is not logged."""
-    every, step = run.config.logging.rollouts_every, run.state.step
+    every = run.config.logging.rollouts_every
+    step = run.state.step
     if not run.world.is_main or every == 0 or (step != 1 and step % every != 0):
         return ""
     # The file has a size limit. As it fills we log more rarely: every fourth of these steps once it
@@ -109,13 +116,14 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
         row_weights = batch.token_weights.amax(dim=1).tolist()
         # A pass that `equal_passes` adds has rows, but no trajectories.
         weights |= zip(map(id, batch.trajectories), row_weights, strict=False)
-    tokenizer, lines = run.policy.tokenizer, ""
+    tokenizer = run.policy.tokenizer
+    lines = ""
     for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
         record = {
             "step": step,
-            "question": shorten(text_of(run, question), MAX_HEADING),
+            "question": shorten(run.task.question_text(question), MAX_HEADING),
             "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
             "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
             "size": len(group),
@@ -126,12 +134,22 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 
 
 def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
-    step, samples = run.state.step, validation_samples(run, groups)
+    step = run.state.step
+    samples = validation_samples(run, groups)
     metrics |= logged_by_rewards(run, "eval", {*metrics})
-    run.logger.print_evaluation(f"evaluation at step {step}", metrics, samples)
+    title = f"evaluation at step {step}"
+    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
     remark_on_evaluation(run, metrics, run.world.share(run.validation_questions), groups)
+
+
+def answer_totals(run: Run) -> dict[str, int]:
+    """How many answers are behind each share of right ones."""
+    num_questions = len(run.validation_questions)
+    of_questions = ("majority", "greedy", "strict", "lenient")
+    totals = dict.fromkeys(of_questions, num_questions)
+    return totals | {"pass@1": num_questions * run.config.validation.best_of_n}
 
 
 def validation_samples(run: Run, groups: Groups) -> list[dict]:
@@ -141,28 +159,26 @@ def validation_samples(run: Run, groups: Groups) -> list[dict]:
 
 def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
-    has_rows = bool(run.task.functions)  # of any columns: people read what the model is asked
+    task = run.task
+    has_rows = bool(task.functions)  # of any columns: people read what the model is asked
     numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
     pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
     return [
         {
             "split": split,
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
-            "question": text_of(run, question),
+            "question": task.question_text(question),
             "completion": trajectory.text,
-            "gold": question.get("answer", text_of(run, question) if has_rows else question),
-            "answer": read_answer(run.task, trajectory.text, question, run.config.task),
+            "gold": question.get("answer", task.question_text(question) if has_rows else question),
+            "answer": read_answer(task, trajectory.text, question),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
+            "solved": trajectory.is_solved,
             "truncated": trajectory.completion.truncated,
             "tokens": len(trajectory.completion.token_ids),
         }
         for trajectory, question in pairs[: run.config.logging.samples]
     ]
-
-
-def text_of(run: Run, question: dict) -> str:
-    return question_text(question, task=run.task, options=run.config.task)
 
 
 def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greedy: Groups) -> int:
@@ -171,11 +187,13 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`
     answer this rank's questions. Returns the exit status, 2 where logits are not finite.
     """
-    config, world, questions = run.config, run.world, run.validation_questions
-    metrics |= single_answer_metrics(run.task, config.task, questions, groups, greedy, world)
+    config = run.config
+    world = run.world
+    questions = run.validation_questions
+    metrics |= single_answer_metrics(run.task, questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
-    run.logger.print_evaluation(title, metrics, samples)
+    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
     if world.is_main:
         folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder.mkdir(parents=True)
@@ -190,12 +208,13 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
 def write_settings(folder: Path, config: Config) -> None:
     """Write every setting to config.yaml, which `pin` reads, below the versions in use."""
     # Without a tag it is the commit's hash; an edited tree is called dirty.
-    command, revision = ["git", "describe", "--always", "--dirty"], ""
+    command = ["git", "describe", "--always", "--dirty"]
+    revision = ""
     with contextlib.suppress(OSError):  # no git here
         revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
     head = f"# plain-grpo {revision or '?'}, Python {platform.python_version()}, {libraries}\n"
-    own = f"# {OWN_CODE}: {of_own_code(load_task(config.task.code), config.training)}\n"
+    own = f"# {OWN_CODE}: {of_own_code(load_task(config.task), config.training)}\n"
     write_atomically(folder / "config.yaml", head + own + dump(config))  # tools.plot reads `own`
 
 

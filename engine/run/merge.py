@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, LoraSettings, dotted_values
 from engine.core.distributed import World
+from engine.core.hub import fetch_weights
 from engine.core.packages import import_package
 from engine.core.types import Log, no_log
 from engine.model.adapters import load_by_peft
@@ -17,10 +18,8 @@ from engine.model.tokenizer import check_vocabulary
 from engine.run.checkpoint import MARKER, list_checkpoints, save_folder
 from engine.run.config_file import read_file
 from engine.run.fingerprint import check_same_files, check_same_run, of_files
-from engine.run.folder import run_folder
+from engine.run.folder import MADE_OF, run_folder
 from engine.run.resume import lock_folder
-
-MADE_OF = "made_of.json"  # in base/: the hashes of what it was derived from
 
 
 def start_from_adapter(config: Config, world: World, log: Log) -> Config:
@@ -50,7 +49,8 @@ def start_from_adapter(config: Config, world: World, log: Log) -> Config:
 
 def trained_on(described: object, config: Config) -> LoraSettings:
     """The shape of the adapter, which model.lora must have if it is given."""
-    given, targets = config.model.lora, described.target_modules
+    given = config.model.lora
+    targets = described.target_modules
     targets = targets if isinstance(targets, str) else sorted(targets)
     lora = LoraSettings.model_construct(
         r=described.r,
@@ -75,7 +75,8 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
 
     That is, if the run has saved something since: before, it begins again with this one.
     """
-    run, files = folder.parent, of_files(config, with_weights=True)
+    run = folder.parent
+    files = of_files(config, with_weights=True)
     with lock_folder(run, log):  # another first start would write there too
         if folder.is_dir() and not (folder / MADE_OF).is_file():
             return log(f"warning: {folder} does not say what it was made of: used as it is")
@@ -87,16 +88,19 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
                 check_same_run(dotted_values(config) | made_of, config, files)
             log(f"{folder} was made of other files: it is written anew")
         with one_line_errors(config.model.name):
-            model, tokenizer = merged(config, dtype=torch.float32)
+            model, tokenizer = merged(config, log, dtype=torch.float32)
         with save_folder(folder) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
             (unfinished / MADE_OF).write_text(json.dumps(files), encoding="utf-8")
 
 
-def merged(config: Config, *, dtype: torch.dtype) -> tuple[nn.Module, PreTrainedTokenizerFast]:
+def merged(
+    config: Config, log: Log, *, dtype: torch.dtype
+) -> tuple[nn.Module, PreTrainedTokenizerFast]:
     """The adapter's sum with its base, by peft, and its tokenizer."""
-    base, tokenizer = load_base_tokenizer(config, no_log)
+    base, tokenizer = load_base_tokenizer(config, log)
+    fetch_weights(base.name, base.revision, log)
     model = AutoModelForCausalLM.from_pretrained(
         base.name,
         revision=base.revision,

@@ -57,6 +57,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if is_new and (is_first_rank or not is_config):
             lines = error.lines if is_config else [error]
             print(*map(error_line, lines), sep="\n", file=sys.stderr)
+            print(error.better if is_config else "", end="", file=sys.stderr)
         sys.exit(2)
 
 

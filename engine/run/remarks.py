@@ -7,12 +7,13 @@ import torch
 
 from engine.core.files import json_line, read_lines
 from engine.core.types import Groups
-from engine.questions.contract import pose
-from engine.questions.tasks import default_weights
+from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 
-MIN_STEPS, MIN_GROUPS = 3, 32  # before a run says that no group teaches anything
+FEW_STEPS = 3  # before a run says that a group, or a part, teaches nothing
+ALIKE_GROUPS = 32
+MANY_TASKS = 1_000
 # What a weight changes by at least to be another number, as a share of it
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7}
 
@@ -29,7 +30,8 @@ def remark(run: Run, kind: str, line: str) -> None:
 
 def remark_at_start(run: Run) -> None:
     """On learning rates that move nothing."""
-    training, dtype = run.config.training, run.policy.compute_dtype
+    training = run.config.training
+    dtype = run.policy.compute_dtype
     if training.optimizer == "muon" or run.config.model.lora is not None:
         return  # Muon's step has another size, and half of an adapter is 0
     weights = [p.detach() for p in run.trained_weights]
@@ -39,7 +41,8 @@ def remark_at_start(run: Run) -> None:
     median = some.abs().float().median().item()
     rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
     # AdamW moves a weight by its rate at most; SmolLM2 learned well by a tenth of a rounding.
-    total, least = sum(rates), ROUNDING.get(dtype, 0.0) * median
+    total = sum(rates)
+    least = ROUNDING.get(dtype, 0.0) * median
     if total < least / 100:
         moves = f"all learning rates together, {total:.1e}, are less than 1% of what half of the"
         which = f"weights are rounded by in {str(dtype).removeprefix('torch.')}, {least:.1e}"
@@ -52,14 +55,17 @@ def remark_on_step(
     """On parts of the reward that are paid but weigh 0, equal rewards, and completions."""
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
-        if is_unpaid and part not in default_weights(run.task):
+        if is_unpaid and part not in default_weights(run.task.functions):
             fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
+    if run.task.functions and (num := run.task.num_open) > MANY_TASKS:
+        fix = "a step should await or cancel what it begins, but for a few that serve all steps"
+        remark(run, "tasks", f"async functions of task.reward have left {num:,} tasks open: {fix}")
     run.num_alike += len(groups) * run.world.size
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned
     trajectory = groups[0][0]
-    if run.num_alike >= MIN_GROUPS and run.state.step >= MIN_STEPS:
+    if run.num_alike >= ALIKE_GROUPS and run.state.step >= FEW_STEPS:
         earned = f"every group's rewards were equal so far, the last {trajectory.reward:g}"
         end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
         fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
@@ -72,12 +78,11 @@ def remark_on_completions(
 ) -> None:
     """On completions that were cut off, and on rewards that came too late or for nothing."""
     is_chat = run.policy.tokenizer.chat_template is not None
-    if is_chat and questions and metrics[f"{split}/truncated_frac"] > 0.5:
-        asked = pose(questions[0], task=run.task, options=run.config.task)
-        if isinstance(asked, str):
-            cut = "most completions were cut off, and this chat model was given plain text"
-            fix = "task.prompt='{prompt}' makes a user's message of it"
-            remark(run, "plain text", f"{cut}: {fix}")
+    is_cut = metrics[f"{split}/truncated_frac"] > 0.5
+    if is_chat and questions and is_cut and isinstance(run.task.pose(questions[0]), str):
+        cut = "most completions were cut off, and this chat model was given plain text"
+        fix = "task.prompt='{prompt}' makes a user's message of it"
+        remark(run, "plain text", f"{cut}: {fix}")
     if (share := metrics.get(f"{split}/reward_timeouts", 0)) > 0.1:
         fix = "raise task.reward_timeout, or lower task.concurrency"
         late = f"{share:.0%} of the rewards took too long"
@@ -94,11 +99,12 @@ def remark_on_evaluation(
 ) -> None:
     """On answers that are never right, in part or of an untrained model; completions and parts."""
     remark_on_completions(run, metrics, "eval", questions, groups)
-    if run.world.is_main and run.state.step >= MIN_STEPS:
+    if run.world.is_main and run.state.step >= FEW_STEPS:
         remark_on_parts(run)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
-        num_partly, num_right = sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)
+        num_partly = sum(0 < part < 1 for part in paid)
+        num_right = sum(part >= 1 for part in paid)
         num_partly, num_right = run.world.sum([num_partly, num_right]).tolist()
         if num_partly > 0 and num_right == 0:
             most = "the part answer was above 0 and never 1, so nothing counts as solved"
@@ -115,7 +121,8 @@ def remark_on_parts(run: Run) -> None:
 
     Only of `answer`, if the reward has it: others may be penalties that are never due.
     """
-    rows, means = read_lines(run.folder / "metrics.jsonl"), {}
+    rows = read_lines(run.folder / "metrics.jsonl")
+    means = {}
     for part, weight in run.config.task.reward_weights.items():
         values = [row[f"train/part_{part}"] for row in rows if f"train/part_{part}" in row]
         if weight != 0 and values:

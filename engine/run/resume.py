@@ -27,7 +27,8 @@ from engine.update.optimizer import learning_rate_at
 
 def resume(run: Run) -> None:
     """Go on from the newest whole checkpoint, if there is one; rank 0 reads and broadcasts it."""
-    world, config = run.world, run.config
+    world = run.world
+    config = run.config
     check_newest(run.folder / "checkpoints", world)
     folder, saved = world.on_main(find_saved, run)
     run.rests_on |= world.on_main(of_files, config)
@@ -43,7 +44,8 @@ def resume(run: Run) -> None:
     compare(run, saved)
     world.on_main(checkpoint.mark, folder.parent, folder)  # a kill may have come before
     if config.model.shard:  # each rank reads its own part
-        model, num_parts = run.policy.model, saved.num_ranks
+        model = run.policy.model
+        num_parts = saved.num_ranks
         shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
     else:
         if world.is_main:
@@ -53,14 +55,18 @@ def resume(run: Run) -> None:
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(saved.loss_scale or scaler.state_dict())
     run.policy.sampler.refresh()
-    run.state, run.fit, run.is_resumed = saved.state, saved.fit, True
+    run.state = saved.state
+    run.fit = saved.fit
+    run.is_resumed = True
     run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
 
 
 def compare(run: Run, saved: Saved) -> None:
     """Refuse what must not have changed since then, and say what else has changed, and means."""
-    config, training, num_ranks = run.config, run.config.training, run.world.size
+    config = run.config
+    training = run.config.training
+    num_ranks = run.world.size
     for key in check_same_run(saved.config, config, run.rests_on):
         means = "from here on no longer bit for bit the same"
         if key == OWN_CODE:
@@ -98,20 +104,24 @@ def check_newest(root: Path, world: World) -> None:
 
 def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     """Lock the run's folder; returns the checkpoint to go on from, if any, and its state.json."""
-    warn, may_resume = run.logger.warning, run.config.checkpoint.resume == "auto"
+    warn = run.logger.warning
+    may_resume = run.config.checkpoint.resume == "auto"
     run.lock = lock_folder(run.folder, warn)
     folder = find_start(run.folder, may_resume=may_resume, warn=warn)
     if folder is None:
         return None, None
-    content, best = checkpoint.load_state(folder), run.folder / "best"
+    content = checkpoint.load_state(folder)
+    best = run.folder / "best"
     if content["state"].keys() != asdict(run.state).keys():
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
     saved = TypeAdapter(Saved).validate_python(content)
-    is_there, score = any(best.glob("*.safetensors")), best / "best.json"
+    is_there = any(best.glob("*.safetensors"))
+    score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
         kept = read_file(score)  # JSON is YAML too
-        saved.state.best, saved.state.best_step = kept["best"], kept["best_step"]
+        saved.state.best = kept["best"]
+        saved.state.best_step = kept["best_step"]
     elif saved.state.best is not None and not is_there:
         warn(f"the model in {best} is gone: the best one from here on will be saved there")
         saved.state.best = None

@@ -13,32 +13,39 @@ A config is checked as soon as what the question needs is there:
     check_same_run           what must not have changed since the run was started
 """
 
-import math
 import os
-import shutil
 import socket
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub import constants, is_offline_mode
+from transformers.utils import find_adapter_config_file
 
-from engine.core.config import Config, ConfigError, check_world, differences, dotted_values
+from engine.core.config import (
+    Config,
+    ConfigError,
+    ModelSettings,
+    check_world,
+    differences,
+    dotted_values,
+)
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.files import sizes_of
-from engine.model.load import find_base, one_line_errors
-from engine.model.probes import supports_dtype
+from engine.core.hub import COMMITS, commit_of, is_commit
+from engine.core.types import Log, no_log
+from engine.model.load import base_of, find_base, one_line_errors
+from engine.model.precision import gains_by_bf16, multiplies_bf16
+from engine.questions.tables import is_on_hub, split_source
+from engine.questions.tasks import load_task
+from engine.run.checkpoint import load_state, newest_whole
 from engine.run.config_file import dump, read_file, section_of
-from engine.run.fingerprint import check_same_everywhere, check_same_files, commit_of
-from engine.run.folder import command, run_folder, run_name
+from engine.run.fingerprint import check_same_everywhere, check_same_files
+from engine.run.fit import check_room, fit_micro_batches
+from engine.run.folder import MADE_OF, command, run_folder, run_name
 from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
 from engine.run.resume import make_folder, resume
 from engine.run.state import Run
-from engine.update.optimizer import AVERAGES, FP32
-
-BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # by which a CPU multiplies bf16
-MIN_SIZE = 512  # of the hidden states, from which on it gains by that
 
 
 def begin(run: Run) -> None:
@@ -47,12 +54,11 @@ def begin(run: Run) -> None:
     resume(run)
     order_ddp_buckets(run.policy.scorer, run.world.device)
     if run.world.device.type == "cuda":
-        from engine.run.fit import fit_micro_batches
-
         fit_micro_batches(run)
     elif run.config.model.compute_dtype == "auto":
         choose_dtype(run)
-    config, state = run.config, run.state
+    config = run.config
+    state = run.state
     run.logger.open(
         run.folder,
         resume_step=state.step if run.is_resumed else None,
@@ -77,53 +83,13 @@ def choose_dtype(run: Run) -> None:
 
     Rank 0 decides once. Smaller matrices gain nothing, and an adapter's base would be rounded too.
     """
-    policy, settings, backend = run.policy, run.config.model, run.config.sampling.backend
-    is_made_for_it = any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
-    if not run.is_resumed and settings.lora is None and backend != "vllm":
-        may_gain = is_made_for_it and getattr(policy.model.config, "hidden_size", 0) >= MIN_SIZE
-        is_near = may_gain and supports_dtype(policy.sampler.model, torch.bfloat16)
-        run.fit.in_bf16 = run.world.broadcast(is_near)
+    may_choose = run.config.model.lora is None and run.config.sampling.backend != "vllm"
+    if may_choose and not run.is_resumed:
+        run.fit.in_bf16 = run.world.broadcast(gains_by_bf16(run.policy.sampler.model))
     if run.fit.in_bf16:
-        policy.compute_in_bf16()
-        how = "multiplies in hardware" if is_made_for_it else "has no hardware for: that is slow"
+        run.policy.compute_in_bf16()
+        how = "multiplies in hardware" if multiplies_bf16() else "has no hardware for: that is slow"
         run.logger.info(f"it computes in bfloat16, which this processor {how}")
-
-
-def check_room(run: Run) -> None:
-    """Log on what the run computes and where it writes; ValueError if the disk is too small."""
-    num_weights, world = run.policy.model.num_parameters(), run.world
-    training, num_questions = run.config.training, run.config.questions_per_step(world.size)
-    num_trained = sum(parameter.numel() for parameter in run.trained_weights)
-    share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
-    place = f"{world.size} x {world.device.type}"
-    run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
-    if world.device.type == "cpu" and num_weights > 50_000_000:
-        held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
-        run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
-    k, n = training.num_best, training.group_size
-    rows = f"{num_questions * k:,} rows: {num_questions // world.size} questions on each rank"
-    best = f", of which the best {k}" if k < n else ""
-    run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
-    if world.is_main:
-        check_disk(run.folder, run.config, num_weights=num_trained)
-
-
-def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
-    """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
-    checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
-    twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
-    num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
-    if config.checkpoint.keep is not None:
-        num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
-    needed = num_checkpoints * checkpoint + twice_best
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())  # a resume overwrites it
-    if needed > room:
-        keep = math.floor((room - twice_best) / checkpoint) - 1
-        fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
-        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
-        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
-        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
 
 
 def settle_config(config: Config, world: World, notes: list[str], logger: Any) -> Config:
@@ -147,7 +113,7 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
         logger.boards += [board() for name, board in BOARDS.items() if name in names]
     for line in [*notes, *differences(config)]:
         logger.info(line)
-    config = pin(config, world)
+    config = pin(config, world, logger.info)
     check_same_files(config, world)
     with one_line_errors(config.model.name):
         is_adapter = config.mode == "train" and find_base(config.model) is not None
@@ -161,25 +127,76 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
     return config
 
 
-def pin(config: Config, world: World) -> Config:
-    """Fill in the model's commit on the hub and the date that a chat template writes.
+def pin(config: Config, world: World, log: Log = no_log) -> Config:
+    """Fill in the commits of what is on the hub, and the date that a chat template writes.
 
     Another start would find both changed, so a run goes on with those in its config.yaml. Raises
     ValueError if an evaluation could not be written: now, not after all the work.
     """
     if config.mode == "evaluate":
         world.on_main(make_folder, run_folder(config))
-    commit, today = world.on_main(commit_and_date, config)
-    model = config.model.model_copy(update={"revision": commit})
-    task = config.task.model_copy(update={"template_date": today})
-    return config.model_copy(update={"model": model, "task": task})
+    pins, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
+    COMMITS.update(commits)
+    sections = {name: getattr(config, name).model_copy(update=pins[name]) for name in pins}
+    return config.model_copy(update=sections)
 
 
-def commit_and_date(config: Config) -> tuple[str | None, str]:
-    """What the config gives, else what the run began with, else the newest commit, and today."""
-    file, name = run_folder(config) / "config.yaml", config.model.name
+def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
+    """The values to fill in, by section, all commits, and whether the hub is asked no more."""
+    file = run_folder(config) / "config.yaml"
     began = read_file(file) if file.is_file() else {}
-    model, task = section_of(began, "model"), section_of(began, "task")
-    commit = model.get("revision") if model.get("name") == name else None
-    commit = config.model.revision or commit or commit_of(name, None)
-    return commit, config.task.template_date or str(task.get("template_date") or date.today())
+    newest = newest_whole(run_folder(config) / "checkpoints")
+    rests_on = load_state(newest)["config"] if newest else {}
+    if (made_of := run_folder(config) / "base" / MADE_OF).is_file():
+        rests_on |= read_file(made_of)
+    model = section_of(began, "model")
+    task = section_of(began, "task")
+    day = config.task.template_date or str(task.get("template_date") or date.today())
+    pins = {"model": {}, "task": {"template_date": day}}
+    is_training = config.mode == "train"
+    for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
+        name, files = getattr(config.model, key), f"the files of model.{key}"
+        if name is not None:
+            kept = rests_on | {"revision": model.get(which)} if model.get(key) == name else {}
+            known = [kept.get(files), kept.get("revision")]
+            with one_line_errors(name, key=f"model.{key}"):
+                commit = own_commit(name, getattr(config.model, which), known, log)
+                settings = config.model.model_copy(update={"name": name, "revision": commit})
+                look_up_base(settings, kept.get(f"{files}'s base"), log)
+            pins["model"][which] = commit
+    sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]
+    if load_task(config.task).load_examples is not None:
+        sources = []  # the task says what a source is
+    for key in sources:
+        source = getattr(config.task, key)
+        if is_on_hub(source):
+            name, revision, part = split_source(source)
+            before = split_source(str(task.get(key)))
+            known = [before[1]] if before[::2] == (name, part) else []
+            with one_line_errors(source, key=f"task.{key}"):
+                commit = own_commit(name, revision, known, log, kind="dataset")
+            pins["task"][key] = f"{name}@{commit}{part}" if commit else source
+    return pins, COMMITS, is_offline_mode()
+
+
+def own_commit(
+    name: str, given: str | None, known: list[str | None], log: Log, *, kind: str = "model"
+) -> str | None:
+    """The first commit in `known`, with which the run began, or that which `given` means now."""
+    began = next(filter(is_commit, known), None)
+    if began is None or is_commit(given):
+        return commit_of(name, given, kind=kind, log=log)
+    is_asked = given is not None and not is_offline_mode()
+    now = commit_of(name, given if is_asked else began, kind=kind, log=log)
+    if now != began:
+        log(f"{name}: {given} is now commit {now}, this run goes on with its own, {began}")
+    return began
+
+
+def look_up_base(settings: ModelSettings, began: str | None, log: Log) -> None:
+    """Put an adapter's base into COMMITS, at the commit that the run began with, if it has."""
+    described = find_adapter_config_file(settings.name, revision=settings.revision)
+    if described is not None and is_commit(began):
+        name, revision = base_of(Path(described).parent)
+        COMMITS["model", name, revision] = COMMITS["model", name, began] = began
+    find_base(settings, log)

@@ -1,5 +1,7 @@
 """What a run consists of: its parts, and where it is."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,6 +12,7 @@ from torch import nn
 
 from engine.core.config import Config, ConfigError, TrainingSettings
 from engine.core.distributed import World
+from engine.core.signals import Left
 from engine.core.types import Groups
 from engine.model.policy import CPU_TOKENS, Policy
 from engine.questions.contract import Task
@@ -46,7 +49,9 @@ class State:
 
     def keep_scores(self, metrics: dict[str, float], score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
-        self.last_score, self.evaluated_at, self.is_saved = score, self.step, False
+        self.last_score = score
+        self.evaluated_at = self.step
+        self.is_saved = False
         if self.step == 0:
             self.first_score = score
             self.untrained = [metrics[name] for name in PASS_AT_1]
@@ -105,7 +110,9 @@ class Run:
 
     def check_questions(self) -> None:
         """Raises ValueError if the ranks hold other questions or too few, or none can be played."""
-        world, task, validation = self.world, self.config.task, self.validation_questions
+        world = self.world
+        task = self.config.task
+        validation = self.validation_questions
         training = self.stream.questions if self.stream else []
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
@@ -115,7 +122,7 @@ class Run:
             raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
         self.rests_on["the questions of task.train and task.eval"] = mine
         if self.task.Environment is not None:
-            from engine.sampling.environment import problems_of_environment
+            from engine.questions.environment import problems_of_environment
 
             asked = self.task, self.config, self.policy.tokenizer, validation[0]
             for problem in problems_of_environment(*asked):
@@ -127,6 +134,15 @@ class Run:
         if num_broken > 0:
             self.logger.warning(f"{num_broken} completions ended at logits that were not finite")
         return num_broken
+
+    @contextlib.contextmanager
+    def left_at_signal(self) -> Iterator[None]:
+        """An evaluation, of which nothing stays where a signal ends it: it is due again later."""
+        try:
+            yield
+        except Left:
+            if self.task.functions:
+                self.task.take_logged()
 
     @property
     def training(self) -> TrainingSettings:
@@ -160,29 +176,34 @@ class Run:
             fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
             raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
 
-    def end_step(self, update: Update, metrics: dict[str, float], position: int) -> None:
-        """Count a step, also in its metrics; warn of new signs of a collapse.
+    def end_step(self, update: Update, position: int) -> None:
+        """Count a step.
 
         `position` is where it ended in the stream of questions. A step that float16's loss scale
         has cost is skipped too, but is no sign that the run is broken: the scale is halved.
         """
         state = self.state
         is_skipped = update.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
-        state.step, state.position, state.is_saved = state.step + 1, position, False
+        state.step = state.step + 1
+        state.position = position
+        state.is_saved = False
         state.skipped_steps += is_skipped
         if update.outcome is not Outcome.OVERFLOWED:
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
         state.has_trained |= update.has_moved
         if update.has_moved or not is_skipped:
             state.changed_at = state.step
+
+    def watch_for_collapse(self, metrics: dict[str, float]) -> None:
+        """Keep the signs of a collapse in a step's metrics and those before; warn of new ones."""
+        state = self.state
         num_questions = self.config.questions_per_step(self.world.size)
         state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
-        before, state.signs = state.signs, {}
+        before = state.signs
+        state.signs = {}
         if means:
             state.best_solved = max(state.best_solved, means["train/solved"])
             state.signs = signs_of_collapse(means, best_solved=state.best_solved)
-        metrics["train/skipped_steps"] = state.skipped_steps
-        metrics["train/collapsed"] = float(bool(state.signs))
         for name, sign in state.signs.items():
             if name not in before:
                 self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
@@ -190,7 +211,8 @@ class Run:
 
 def summary(run: Run) -> str:
     """How well the first, the last and the best model solve, and what can be done with the best."""
-    state, best = run.state, run.folder / "best"
+    state = run.state
+    best = run.folder / "best"
     metric = run.config.best_metric.removeprefix("eval/")
     scores = f"{metric} {state.first_score:.3f} at the start, "
     scores += f"{state.last_score:.3f} after step {state.step}"

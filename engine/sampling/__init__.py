@@ -1,1 +1,1 @@
-"""From logits to completions: drawing, one file a backend, batches, caches, tools, environments."""
+"""From logits to completions: drawing, one file a backend, batches, caches, tools."""

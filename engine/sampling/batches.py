@@ -1,6 +1,7 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import ctypes
+import functools
 import math
 import resource
 from dataclasses import replace
@@ -11,10 +12,12 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from engine.core.types import Completion, PromptBatch, Sampler, SamplingParams
+from engine.core.signals import leave_if_signalled
+from engine.core.types import Completion, DecodeLoop, PromptBatch, Sampler, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
-CPU_BYTES, CPU_TOKENS = 2**30, 524_288
+CPU_BATCH_BYTES = 2**30
+CPU_BATCH_TOKENS = 524_288
 SMALL_PROCESS_KB = 2**20  # at its peak
 
 
@@ -24,15 +27,20 @@ def decode_in_batches(
     params: SamplingParams,
     max_batch_tokens: int | None,
     logger: Any,
+    *,
+    generate: DecodeLoop,
 ) -> list[list[Completion]]:
     """Sample a group of completions of each prompt: one list per prompt, in their order.
+
+    `generate` is main.py's loop, for a sampler that has none of its own.
 
     Questions are decoded together, longest prompts first, while rows * (longest + new tokens)
     <= `max_batch_tokens`; None is as many as the GPU holds if they end as early as most do, or as
     take about 1 GB on a CPU. If a GPU's memory runs out all the same, they are decoded again in
     halves: the random numbers are the questions' own. Conversations cannot begin again.
     """
-    token_ids, conversations = prompts.token_ids, prompts.conversations
+    token_ids = prompts.token_ids
+    conversations = prompts.conversations
     groups: list[list[Completion]] = [[] for _ in token_ids]
     by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
     most = len(token_ids)
@@ -49,7 +57,8 @@ def decode_in_batches(
                     [token_ids[i] for i in batch],
                     [prompts.seeds[i] for i in batch],
                     replace(params, conversations=rows),
-                    on_progress=bar.update,
+                    on_progress=functools.partial(go_on, bar),
+                    generate=generate,
                 )
             except torch.OutOfMemoryError:
                 if len(batch) == 1 or conversations:
@@ -61,6 +70,12 @@ def decode_in_batches(
                 groups[i] = completions[j * params.group_size :][: params.group_size]
     trim_heap()
     return groups
+
+
+def go_on(bar: Any, num_ended: int) -> None:
+    """Show that so many more completions have ended, unless a signal ends the evaluation here."""
+    leave_if_signalled()
+    bar.update(num_ended)
 
 
 def trim_heap() -> None:
@@ -81,13 +96,16 @@ def tokens_that_fit(
     """How many tokens of prompts and completions can be decoded at once; `kept` are `kept_bytes`.
 
     On a GPU as many as fit into the memory now free; on a CPU, whose caches many rows do not help,
-    as many as take `CPU_BYTES` if each row gets as long as it may.
+    as many as take `CPU_BATCH_BYTES` if each row gets as long as it may.
     """
-    device, row_tokens = model.device, longest + params.max_new_tokens
-    config, (cached, states), top_p = model.config.get_text_config(), kept, params.top_p
+    device = model.device
+    row_tokens = longest + params.max_new_tokens
+    config = model.config.get_text_config()
+    (cached, states) = kept
+    top_p = params.top_p
     if device.type != "cuda":
         row = states + decode_bytes_per_row(config, row_tokens, cached=cached, top_p=top_p)
-        return min(CPU_TOKENS, int(CPU_BYTES / row) * row_tokens)
+        return min(CPU_BATCH_TOKENS, int(CPU_BATCH_BYTES / row) * row_tokens)
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
     likely = longest + 0.7 * params.max_new_tokens  # tokens: most completions end early
@@ -116,7 +134,8 @@ def kept_bytes(model: nn.Module) -> tuple[int, int]:
     # On one token, torch 2.13 may compile a kernel for a GPU, which needs a C compiler.
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)  # Mamba has none
-    keys, states = [], []
+    keys = []
+    states = []
     for layer in cache.layers if cache is not None else []:
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             keys += [layer.keys, layer.values]

@@ -19,9 +19,11 @@ class ReservedColumns:
 
     def __init__(self, model: nn.Module, cache: Cache, column: Tensor):
         """The tensor `column` (1,) says where a token is written; the caller moves it on."""
-        self.cache, self.dtype = cache, model.dtype
+        self.cache = cache
+        self.dtype = model.dtype
         self.lowest = torch.finfo(self.dtype).min
-        text, self.column = model.config.get_text_config(), column
+        text = model.config.get_text_config()
+        self.column = column
         plain = (DynamicLayer, DynamicSlidingWindowLayer)  # Llama 4 has the latter for its chunks
         growing = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
         self.is_possible = bool(growing) and all(type(layer) in plain for layer in growing)
@@ -70,16 +72,20 @@ class ReservedLayer(DynamicLayer):
     def __init__(self, layer: DynamicLayer, column: Tensor):
         super().__init__()
         self.is_initialized = True
-        self.dtype, self.device = layer.keys.dtype, layer.keys.device
-        self.column, self.num_visible = column, layer.get_seq_length()
-        self.keys, self.values = layer.keys, layer.values
+        self.dtype = layer.keys.dtype
+        self.device = layer.keys.device
+        self.column = column
+        self.num_visible = layer.get_seq_length()
+        self.keys = layer.keys
+        self.values = layer.values
         self.num_dropped = self.num_visible - layer.keys.shape[2]  # columns, by a sliding window
 
     def grow(self, num_columns: int, *, limit: int) -> None:
         """Let attention see the first `num_columns`; if room is short, add some, up to `limit`."""
         self.num_visible = num_columns
         if num_columns > self.keys.shape[2]:
-            left, self.num_dropped = self.num_dropped, 0
+            left = self.num_dropped
+            self.num_dropped = 0
             right = grown_length(num_columns, limit=limit) - self.keys.shape[2] - left
             padding = (0, 0, left, right)
             self.keys = F.pad(self.keys, padding)

@@ -4,7 +4,7 @@ import re
 
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.arithmetic import MAX_CHARS, evaluate_expression
+from engine.sampling.arithmetic import MAX_CHARS, evaluate_expression
 
 STYLES = {  # the text before an expression, the text that asks for its result, our reply
     "gsm8k": ("<<", "=", "{}>>"),

@@ -64,10 +64,12 @@ class TokenBuffer:
 
     def append(self, tokens: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
         """Append tokens (b,) with their numbers; see `draw`."""
-        index, is_drawn = (self.rows, self.t.expand_as(self.rows)), self.active
+        index = (self.rows, self.t.expand_as(self.rows))
+        is_drawn = self.active
         if self.has_tools:  # what a tool inserts is not drawn: it counts 0, and cannot end the row
             written = self.tool_tokens[index]
-            tokens, is_drawn = tokens.where(written < 0, written), is_drawn & (written < 0)
+            tokens = tokens.where(written < 0, written)
+            is_drawn = is_drawn & (written < 0)
         self.tokens.index_put_(index, tokens.where(self.active, self.params.pad_id))
         self.log_probs.index_put_(index, log_probs.where(is_drawn, 0.0))
         self.entropies.index_put_(index, entropies.where(is_drawn, 0.0))
@@ -84,7 +86,8 @@ class TokenBuffer:
         asks = self.active & is_drawn & torch.isin(tokens, self.asking_ids)
         # This waits for the GPU, so it is no part of a step, which may be captured.
         for i in asks.nonzero()[:, 0].tolist():
-            row, length = int(self.rows[i]), int(self.t)
+            row = int(self.rows[i])
+            length = int(self.t)
             reply_ids = self.tools[row].reply(self.tokens[row, :length].tolist())
             self.active[i] = reply_ids is not None
             room = self.tool_tokens[row, length : length + len(reply_ids or [])]
@@ -92,16 +95,19 @@ class TokenBuffer:
 
     def select(self, indices: Tensor) -> None:
         """Go on with these of the rows that are still decoded."""
-        self.rows, self.active = self.rows[indices], self.active[indices]
+        self.rows = self.rows[indices]
+        self.active = self.active[indices]
 
     def completions(self) -> list[Completion]:
         numbers = [x.cpu().numpy() for x in (self.log_probs, self.entropies, self.tool_tokens >= 0)]
-        tokens, completions = self.tokens.tolist(), []
+        tokens = self.tokens.tolist()
+        completions = []
         unfinished = set(self.rows[self.active].tolist())
         for row, length in enumerate(self.lengths.tolist()):
             log_probs, entropies, is_inserted = (x[row, :length] for x in numbers)
             conversation = self.params.conversations[row] if self.params.conversations else None
-            ids, is_unfinished = tokens[row][:length], row in unfinished
+            ids = tokens[row][:length]
+            is_unfinished = row in unfinished
             is_text = not is_unfinished and ids[-1] not in self.params.eos_ids
             ended = (is_unfinished, is_inserted, is_text, conversation)
             completions.append(Completion(ids, log_probs, entropies, *ended))

@@ -30,7 +30,8 @@ class CapturedSteps:
         num_rows, *_, limit = self.batch.mask.shape
         shape = (num_rows, grown_length(num_columns, limit=limit))
         if self.shape != shape:
-            self.shape, self.replay = shape, None
+            self.shape = shape
+            self.replay = None
             # The first step of a shape runs as usual: the GPU's libraries set up what they need. A
             # capture would fail where Python waits for the GPU, and leave torch's allocator in its
             # capture mode, until memory runs out. So the first step raises RuntimeError there.

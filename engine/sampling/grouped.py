@@ -31,7 +31,9 @@ def decode_grouped(
     """Sample N * G completions; `replayed`, CapturedSteps, makes a step one of a CUDA graph."""
     batch = DecodeBatch(model, prompts, draw_uniforms(seeds, params), params)
     step, steps_per_check = (replayed(batch), STEPS_PER_CHECK) if replayed else (batch.step, 1)
-    drawn, num_unfinished, longest = batch.drawn, len(batch.tokens), max(map(len, prompts))
+    drawn = batch.drawn
+    num_unfinished = len(batch.tokens)
+    longest = max(map(len, prompts))
     for t in range(1, params.max_new_tokens):
         drawn.ask_tools(batch.tokens[:, 0])  # a calculator or an environment
         if t == 1 or t % steps_per_check == 0:
@@ -60,7 +62,9 @@ class DecodeBatch:
         self, model: nn.Module, prompts: list[list[int]], uniforms: Tensor, params: SamplingParams
     ):
         """Read each prompt once, repeat its cache, and draw the first token of each row."""
-        self.model, self.cache, self.uniforms = model, None, uniforms.to(model.device)  # (B, T)
+        self.model = model
+        self.cache = None
+        self.uniforms = uniforms.to(model.device)  # (B, T)
         self.drawn = TokenBuffer(len(uniforms), params, model.device)
         # Ask for the last position with an index tensor: the number 1 makes a strided slice, and on
         # a CPU F.linear then copies the whole head matrix once per row.
@@ -105,6 +109,8 @@ class DecodeBatch:
 
     def select(self, indices: Tensor) -> None:
         self.drawn.select(indices)
-        self.mask, self.positions = self.mask[indices], self.positions[indices]
-        self.tokens, self.uniforms = self.tokens[indices], self.uniforms[indices]
+        self.mask = self.mask[indices]
+        self.positions = self.positions[indices]
+        self.tokens = self.tokens[indices]
+        self.uniforms = self.uniforms[indices]
         self.cache.reorder_cache(indices)

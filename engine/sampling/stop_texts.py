@@ -13,7 +13,9 @@ class StopTexts:
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, texts: list[str], eos_ids: tuple[int, ...]
     ) -> None:
-        self.tokenizer, self.texts, self.tool = tokenizer, texts, None
+        self.tokenizer = tokenizer
+        self.texts = texts
+        self.tool = None
         self.most_tokens = 1 + max(len(text.encode()) for text in texts)  # each has a byte of it
         ids = sorted({*tokenizer.get_vocab().values()} - {*eos_ids})
         # Some tokenizers drop a token's space at the beginning of a text: look at it behind another

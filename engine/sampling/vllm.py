@@ -20,6 +20,7 @@ from engine.core.packages import import_package
 from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
+from engine.sampling.sampler import mismatch_of
 
 KEY = "sampling.backend = vllm"
 
@@ -36,7 +37,9 @@ class VllmEngine:
         memory_gb: float | None,
     ) -> None:
         """It computes in `dtype` with the weights of `model`; `settings` name its base."""
-        vllm, self.device, self.dtype = import_vllm(world.device), world.device, dtype
+        vllm = import_vllm(world.device)
+        self.device = world.device
+        self.dtype = dtype
         self.trained = model
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -48,6 +51,7 @@ class VllmEngine:
             self.llm = vllm.LLM(
                 model=settings.name,
                 revision=settings.revision,
+                code_revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
                 dtype=str(dtype).removeprefix("torch."),
                 load_format="dummy",
@@ -92,11 +96,14 @@ class VllmEngine:
         params: SamplingParams,
         *,
         on_progress: Callable[[int], None],
+        generate: object,  # not used
     ) -> list[Completion]:
-        self.prompts, self.uniforms = prompts, draw_uniforms(seeds, params).to(self.device)
+        self.prompts = prompts
+        self.uniforms = draw_uniforms(seeds, params).to(self.device)
         self.drawn = drawn = TokenBuffer(len(self.uniforms), params, self.device)
         self.active = drawn.active.clone()  # (B,), False once a row has ended
-        longest, room = max(map(len, prompts)), self.llm.model_config.max_model_len
+        longest = max(map(len, prompts))
+        room = self.llm.model_config.max_model_len
         if longest + params.max_new_tokens > room:
             raise ValueError(f"{KEY}: its cache holds {room} tokens: raise sampling.vllm_memory_gb")
         with autocast(self.device, torch.float32):  # off: vLLM has its own dtype
@@ -112,7 +119,8 @@ class VllmEngine:
 
     def add_request(self, row: int) -> None:
         """Let vLLM go on with a row, up to its end or to where it asks its tool."""
-        params, length = self.drawn.params, int(self.drawn.lengths[row])
+        params = self.drawn.params
+        length = int(self.drawn.lengths[row])
         request = self.make_request(
             temperature=0,  # of the logits that `draw` leaves, one is finite
             max_tokens=params.max_new_tokens - length,
@@ -126,7 +134,8 @@ class VllmEngine:
 
     def go_on(self, row: int) -> bool:
         """After a row's request: whether it goes on, behind what its tool may have written."""
-        drawn, nothing = self.drawn, torch.zeros(1, device=self.device)
+        drawn = self.drawn
+        nothing = torch.zeros(1, device=self.device)
         self.select([row], [int(drawn.lengths[row])])
         drawn.ask_tools(drawn.tokens[row, drawn.t - 1])
         written = drawn.tool_tokens[row].tolist()
@@ -139,9 +148,12 @@ class VllmEngine:
 
     def select(self, rows: list[int], columns: list[int]) -> None:
         """Let what is drawn next be the tokens of these rows at these columns."""
-        drawn, index = self.drawn, torch.tensor(rows, device=self.device)
-        drawn.rows, drawn.t = index, torch.tensor(columns, device=self.device)
-        drawn.active, drawn.lengths[index] = self.active[index], drawn.t
+        drawn = self.drawn
+        index = torch.tensor(rows, device=self.device)
+        drawn.rows = index
+        drawn.t = torch.tensor(columns, device=self.device)
+        drawn.active = self.active[index]
+        drawn.lengths[index] = drawn.t
 
     def draw(self, logits: Tensor, rows: list[int], columns: list[int]) -> Tensor:
         """Draw and record a token of each row; of the logits (b, V) all others become -inf."""
@@ -176,6 +188,19 @@ class Drawing:
             return logits
         columns = [ours["start"] + len(tokens) for ours, tokens in requests]
         return self.of.draw(logits, [ours["row"] for ours, _ in requests], columns)
+
+
+@torch.no_grad()
+def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
+    """Raise ValueError if vLLM, a VllmEngine, scores a text otherwise than the model does."""
+    # It must be text: on random tokens a chat model in bf16 rounds by half a nat.
+    tokens = torch.tensor(token_ids[1:], device=model.device)
+    log_probs = engine.score(token_ids).to(model.device)
+    with autocast(model.device, engine.dtype):
+        mismatch = mismatch_of(model, token_ids[:1], tokens, log_probs)
+    if not mismatch <= (1e-3 if engine.dtype == torch.float32 else 2**-6):
+        problem = "it computes another model than ours: write grouped"
+        raise ValueError(f"sampling.backend = vllm: {problem}")
 
 
 def import_vllm(device: torch.device) -> ModuleType:

@@ -22,7 +22,8 @@ from torch.autograd.function import once_differentiable
 from engine.core.tensors import autocast
 
 # Bytes of a block's fp32 logits: a CPU's cache holds them; a GPU needs large matrices to be fast.
-CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 2**23, 2**26
+CPU_BLOCK_BYTES = 2**23
+GPU_BLOCK_BYTES = 2**26
 KEPT_BYTES = 2**29  # of logits kept for the backward pass; the others are computed twice
 # A CPU's columns and tokens in bf16 become multiples: oneDNN keeps kernels of each length of a sum.
 BF16_MULTIPLE = 32
@@ -33,18 +34,21 @@ class ChunkedScorer(nn.Module):
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
         super().__init__()
-        self.model, self.compute_dtype = model, compute_dtype
+        self.model = model
+        self.compute_dtype = compute_dtype
 
     def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
         """Log-probabilities (B, S) of tokens input_ids (B, S) where the mask is True, else 0."""
-        mask, token_ids = mask[:, 1:], input_ids[:, 1:]  # nothing predicts the first column
+        mask = mask[:, 1:]  # nothing predicts the first column
+        token_ids = input_ids[:, 1:]
         multiple = BF16_MULTIPLE if mask.is_cpu and self.compute_dtype == torch.bfloat16 else 1
         input_ids = F.pad(input_ids, (0, -input_ids.shape[1] % multiple))
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
             output = self.model.base_model(input_ids=input_ids, use_cache=False)
         hidden = output.last_hidden_state[:, : mask.shape[1]][mask].to(self.compute_dtype)  # (M, H)
         more = -len(hidden) % multiple  # tokens, which masked_scatter leaves over
-        hidden, chosen = F.pad(hidden, (0, 0, 0, more)), F.pad(token_ids[mask], (0, more))
+        hidden = F.pad(hidden, (0, 0, 0, more))
+        chosen = F.pad(token_ids[mask], (0, more))
         head = self.model.get_output_embeddings()
         log_probs = head_log_probs(hidden, head, chosen, temperature=temperature)
         return F.pad(log_probs.new_zeros(mask.shape).masked_scatter(mask, log_probs), (1, 0))

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from engine.core.config import TrainingSettings
 from engine.core.types import MicroBatch
-from engine.core.user_file import RewardError
 
 KL_LOG_RATIO_LIMIT = 10.0  # its exponential is 22,026; an unlimited one overflows
 
@@ -29,7 +28,9 @@ def apply_options(
     """REINFORCE's token losses and weights with what the config switches on; metrics of tokens."""
     if is_first and training.has_reference:  # it does not move: later passes compare with the same
         batch.ref_log_probs = score_by_reference(batch.input_ids, batch.completion_mask)
-    weights, is_clipped, measured = batch.token_weights, torch.zeros_like(token_loss), {}
+    weights = batch.token_weights
+    is_clipped = torch.zeros_like(token_loss)
+    measured = {}
     advantages = batch.advantages[:, None]  # (B, 1)
     if training.learning_type == "distill":
         teaching = batch.ref_log_probs - batch.old_log_probs  # (B, S)
@@ -63,7 +64,8 @@ def off_policy_loss(
     training: TrainingSettings, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token by `training.policy_loss`, and which tokens it clips."""
-    eps, eps_high = training.clip_eps, training.clip_eps_high or training.clip_eps
+    eps = training.clip_eps
+    eps_high = training.clip_eps_high or training.clip_eps
     old_log_probs = batch.old_log_probs
     if training.policy_loss == "cispo":
         return cispo_loss(log_probs, advantages, old_log_probs, eps_high=eps_high)
@@ -82,7 +84,8 @@ def ppo_loss(
     """
     ratio = (log_probs - old_log_probs).exp()
     clipped = ratio.clamp(1 - eps, 1 + eps_high)
-    too_high, too_low = ratio > 1 + eps_high, ratio < 1 - eps
+    too_high = ratio > 1 + eps_high
+    too_low = ratio < 1 - eps
     is_clipped = (too_high & (advantages > 0)) | (too_low & (advantages < 0))
     return -(ratio * advantages).minimum(clipped * advantages), is_clipped
 
@@ -132,16 +135,3 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """
     log_ratio = (ref_log_probs - log_probs).clamp(-KL_LOG_RATIO_LIMIT, KL_LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio  # exp(x) - x - 1, which would round to below 0 near 0
-
-
-def over_mean(rewards: Tensor) -> Tensor:
-    """(reward - mean) / mean of each group (N, G): the rarer a right answer, the more it counts.
-
-    MaxRL (arXiv:2602.02710), for rewards of 0 and 1. Equal ones give 0, one below 0 a RewardError.
-    """
-    if (least := rewards.min()) < 0:
-        problem = f"it is for rewards of 0 and more, but one was {least:g}"
-        raise RewardError(f"training.advantage = over_mean: {problem}; write mean")
-    mean = rewards.mean(dim=1, keepdim=True)  # (N, 1)
-    is_equal = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)  # also where the mean is 0
-    return ((rewards - mean) / mean).masked_fill(is_equal, 0.0)

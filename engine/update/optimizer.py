@@ -14,7 +14,8 @@ from engine.core.packages import import_package
 from engine.core.types import MicroBatch
 
 # Bytes per weight: of the weight itself, and of what an optimizer keeps
-FP32, AVERAGES = 4, {"adamw": 8, "adamw_8bit": 2, "muon": 4}
+FP32 = 4
+AVERAGES = {"adamw": 8, "adamw_8bit": 2, "muon": 4}
 
 
 def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.Optimizer:
@@ -22,7 +23,9 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
 
     Weight decay spares vectors. A group's learning rate is the schedule's times `lr_scale`.
     """
-    others, matrices, embeddings = [p for p in model.parameters() if p.requires_grad], [], []
+    others = [p for p in model.parameters() if p.requires_grad]
+    matrices = []
+    embeddings = []
     rate = training.learning_rate
     if training.optimizer == "muon":  # a head that shares the embeddings' weight is one of them
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -32,7 +35,8 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
         split = {id(p) for p in [*matrices, *embeddings]}
         others = [p for p in others if id(p) not in split]
     decay = training.weight_decay
-    betas, eps = tuple(training.adam_betas), training.adam_eps
+    betas = tuple(training.adam_betas)
+    eps = training.adam_eps
     embedding_scale = (training.embedding_learning_rate or rate) / rate
     groups = [
         {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay, "lr_scale": 1.0},

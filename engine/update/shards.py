@@ -51,7 +51,8 @@ def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBat
     if not micro_batches:  # on all ranks
         return []
     counts = world.gather_rows([[len(micro_batches)]], shape=(world.size, 1))
-    first, num_missing = micro_batches[0], int(counts.max()) - len(micro_batches)
+    first = micro_batches[0]
+    num_missing = int(counts.max()) - len(micro_batches)
     weights = torch.zeros_like(first.token_weights)
     nothing = [replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)]
     return micro_batches + nothing
@@ -60,7 +61,8 @@ def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBat
 @torch.no_grad()
 def gather_weights(model: nn.Module, world: World) -> dict[str, torch.Tensor]:
     """All of a model's weights and buffers by name, in rank 0's host memory; {} on other ranks."""
-    tensors, gathered = model.state_dict(keep_vars=True), {}
+    tensors = model.state_dict(keep_vars=True)
+    gathered = {}
     for tensor in tensors.values():  # one at a time, so that a GPU holds at most one
         if id(tensor) not in gathered:  # tied weights stay tied
             on_device = whole(tensor, tensor.dtype)
@@ -72,7 +74,8 @@ def save_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, world: World
 ) -> int:
     """Write this rank's part of weights and averages to disk; returns how many ranks failed."""
-    part, has_failed = {}, False
+    part = {}
+    has_failed = False
     for name, parameter in model.named_parameters():
         state = optimizer.state.get(parameter, {})
         part |= {name: parameter} | {f"{name}/{key}": value for key, value in state.items()}
@@ -120,11 +123,13 @@ def read_rows(parts: list, name: str, like: DTensor, rank: int) -> torch.Tensor:
     num_rows = len(local(like))
     # FSDP cuts like torch.chunk: each rank has ceil(rows / ranks), the last ranks fewer or none.
     start = min(rank * -(-like.shape[0] // like.device_mesh.size()), like.shape[0])
-    found, offset = [torch.empty(0, *like.shape[1:], dtype=like.dtype)], 0
+    found = [torch.empty(0, *like.shape[1:], dtype=like.dtype)]
+    offset = 0
     for part in parts:
         rows = part.get_slice(name)
         length = rows.get_shape()[0]
-        first, end = max(start - offset, 0), min(start + num_rows - offset, length)
+        first = max(start - offset, 0)
+        end = min(start + num_rows - offset, length)
         if first < end:
             found.append(rows[first:end])
         offset += length

@@ -15,6 +15,9 @@ from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.types import MicroBatch, Trajectory
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
+from engine.questions.rewards import total_reward
+
+MAX_LOG_PROB = -1e-6  # of a token, as a loss of the user's own is told
 
 
 def own_advantages(name: str, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
@@ -44,14 +47,25 @@ def own_loss(name: str, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
     """g(log_probs, old_log_probs, advantages, mask, **kwargs), (B, S) each, to token losses (B, S).
 
     kwargs are `sampler_log_probs` and, with a KL penalty or a teacher, `ref_log_probs`. In the
-    first pass over a batch old_log_probs are log_probs without their gradient.
+    first pass over a batch old_log_probs are log_probs without their gradient. All are at most
+    MAX_LOG_PROB at drawn tokens, and 0 elsewhere.
     """
-    tensors = (log_probs, batch.old_log_probs, advantages.expand_as(log_probs))
-    kwargs = {"sampler_log_probs": batch.sampler_log_probs}
+    mask = batch.completion_mask
+    key = "training.policy_loss"
+    given = below_certain(log_probs, mask), below_certain(batch.old_log_probs, mask)
+    kwargs = {"sampler_log_probs": below_certain(batch.sampler_log_probs, mask)}
     if batch.ref_log_probs is not None:
-        kwargs["ref_log_probs"] = batch.ref_log_probs
-    mask, key = batch.completion_mask, "training.policy_loss"
-    return call(key, name, *tensors, mask, like=log_probs, **kwargs).masked_fill(~mask, 0.0)
+        kwargs["ref_log_probs"] = below_certain(batch.ref_log_probs, mask)
+    tensors = (*given, advantages.expand_as(log_probs), mask)
+    return call(key, name, *tensors, like=log_probs, **kwargs).masked_fill(~mask, 0.0)
+
+
+def below_certain(log_probs: Tensor, mask: Tensor) -> Tensor:
+    """log p, at most MAX_LOG_PROB at drawn tokens: log(1 - p) must be finite.
+
+    In fp32 p is often exactly 1. So certain a token has no gradient to lose.
+    """
+    return log_probs.clamp(max=MAX_LOG_PROB).masked_fill(~mask, 0.0)
 
 
 def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tensor:
@@ -60,7 +74,8 @@ def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tenso
     written = name.partition(":")[2]
     with contextlib.chdir("."), naming_mistakes(file, function, name=written):
         result = function(*tensors, **kwargs)
-    shape, dtype = getattr(result, "shape", None), getattr(result, "dtype", None)
+    shape = getattr(result, "shape", None)
+    dtype = getattr(result, "dtype", None)
     if shape != like.shape or not isinstance(result, Tensor) or not dtype.is_floating_point:
         given = result if shape is None else f"{tuple(shape)} of {dtype}"
         wanted = f"must return a tensor of floats, {tuple(like.shape)}, not {given!s:.80}"
@@ -73,16 +88,19 @@ def try_algorithm(config: Config, world: World) -> None:
 
     An advantage is asked twice: for groups of different rewards, and for groups of equal ones.
     """
-    training, device = config.training, world.device
-    size, longest = training.group_size, training.max_new_gen_tokens
+    training = config.training
+    device = world.device
+    size = training.group_size
+    longest = training.max_new_gen_tokens
     lengths = [longest - i * longest // size for i in range(size)]  # of a group's completions
     if ":" in training.advantage:
         for worse in (0.0, 1.0):
-            group, num_groups = [], config.questions_per_step(world.size) // world.size
+            group = []
+            num_groups = config.questions_per_step(world.size) // world.size
             for i, length in enumerate(lengths):
                 parts = dict.fromkeys(config.task.reward_weights, worse if i % 2 else 1.0)
                 completion = SimpleNamespace(token_ids=range(length), truncated=i == 0)
-                reward = config.task.total_reward(parts)
+                reward = total_reward(parts, config.task.reward_weights)
                 group.append(Trajectory([1], completion, "", parts, reward))
             rewards = torch.tensor([[t.reward for t in group]] * num_groups, dtype=torch.float64)
             own_advantages(training.advantage, rewards, [group] * num_groups)
@@ -91,11 +109,16 @@ def try_algorithm(config: Config, world: World) -> None:
         ends = 8 + torch.tensor(lengths, device=device)[:, None]
         mask = (columns >= 8) & (columns < ends)
         log_probs = torch.linspace(-2, -0.1, mask.numel(), device=device).reshape(mask.shape)
+        log_probs[:, 8] = 0.0  # a token that was certain
         log_probs = (log_probs * mask).requires_grad_()
-        old, advantages = log_probs.detach(), torch.linspace(-1, 1, size, device=device)[:, None]
+        old = log_probs.detach()
+        advantages = torch.linspace(-1, 1, size, device=device)[:, None]
         batch = SimpleNamespace(old_log_probs=old, sampler_log_probs=old, completion_mask=mask)
         batch.ref_log_probs = old if training.has_reference else None
         loss = own_loss(training.policy_loss, batch, log_probs, advantages)
-        if not loss.isfinite().all() or not loss.requires_grad:
-            problem = "its loss is not finite, or has no gradient"
+        if loss.requires_grad:
+            loss.sum().backward()
+        gradient = log_probs.grad
+        if gradient is None or not (loss.isfinite() & gradient.isfinite()).all():
+            problem = "its loss or gradient is not finite, or there is no gradient"
             raise RewardError(f"training.policy_loss = {training.policy_loss}: {problem}")

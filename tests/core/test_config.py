@@ -134,7 +134,9 @@ def test_the_words_of_others_are_those_of_the_page_and_each_names_a_key(tmp_path
     page, elsewhere = ROOT / "docs/comparison.md", read_file(WORDS_ELSEWHERE)
     write_words(Path(shutil.copy(page, tmp_path)))
     assert (tmp_path / page.name).read_text() == page.read_text()
-    assert elsewhere["keys"].keys() | elsewhere["values"].keys() <= dotted_values(load()).keys()
+    ours = {*elsewhere["keys"], *elsewhere["values"], *elsewhere["same"]}
+    assert {key for key in ours if key.count(".") == 1} <= dotted_values(load()).keys()
+    load("model.lora={r: 1, alpha: 1, dropout: 0, target_modules: [a]}")  # what has two dots
     words = [word for theirs in elsewhere["keys"].values() for word in theirs]
     assert len({*words}) == len(words)
 

@@ -49,12 +49,13 @@ def imported(path) -> list[str]:
 
 
 OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pandas"}
-OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.sampling.environment"}
+OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.questions.environment"}
 OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
-OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.report.boards"}
+OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.update.advantages"}
+OPTIONAL |= {"engine.report.boards"}
 OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
-OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k", "engine.run.fit"}
+OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k"}
 
 # In this order, in one process: what each run loads of these that no run before it has loaded
 RUNS = {
@@ -62,12 +63,12 @@ RUNS = {
     "what is one key": (
         "training.advantage=over_mean training.micro_batch_tokens=500000 "
         "sampling.calculator=gsm8k sampling.stop=['no']",
-        {"engine.update.losses", "engine.update.head"}
+        {"engine.update.advantages", "engine.update.head"}
         | {"engine.sampling.calculator", "engine.sampling.stop_texts"},
     ),
     "an environment, and an advantage of one's own": (
         "task.name=guess task.reward_weights={'answer':1} training.advantage=benchmarks.rloo:rloo",
-        {"engine.sampling.environment", "tasks.guess", "engine.update.user_algorithm"},
+        {"engine.questions.environment", "tasks.guess", "engine.update.user_algorithm"},
     ),
     "a reward's function": (  # and sil, which trains whatever is paid
         f"task.reward=lengths:soft_overlong task.train={ROOT}/tasks/plurals.csv "

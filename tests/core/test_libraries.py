@@ -84,6 +84,7 @@ ARRIVES = [
 ELSEWHERE = {"run.name": "report/test_boards.py", "logging.experiment": "report/test_boards.py"}
 ELSEWHERE |= {"model.shard": "update/test_sharding.py", "model.teacher": "update/test_distill.py"}
 ELSEWHERE |= {"task.train": "questions/test_data.py", "training.seed": "model/test_lora.py"}
+ELSEWHERE |= {"model.teacher_revision": "run/test_hub.py"}
 ELSEWHERE |= {"sampling.vllm_memory_gb": "sampling/test_vllm.py"}
 OURS = r"(mode|model\.name|(run|task|validation|checkpoint|logging)\.\w+|sampling\.(backend|"
 OURS += r"temperature|top_[pk]|max_\w+|calculator)|training\.(learning_type|num_\w+|lr_schedule|"

@@ -9,14 +9,14 @@ import pytest
 import torch
 from graphs import Graph
 from harness import ROOT, loop_of, make_policy, sample, save_random, seed, tokens_of
-from plain import ATOL, assert_plain, plain_logits
+from one_pass import ATOL, assert_plain, plain_logits
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from engine.model.policy import Policy
-from engine.model.probes import supports_grouped
 from engine.sampling.batches import kept_bytes
 from engine.sampling.graphs import CapturedSteps
+from engine.sampling.sampler import supports_grouped
 from engine.update.head import ChunkedScorer
 from main import CompletionScorer
 

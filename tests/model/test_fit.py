@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from engine.model.load import check_host_memory
 from engine.run import fit
 from engine.run.config_file import load_config
-from engine.run.start import check_disk
+from engine.run.fit import check_disk
 from engine.run.state import Fit
 
 

@@ -1,6 +1,7 @@
 """LoRA: only the adapter is trained; it is switched off, merged, put on 4 bits, saved, resumed."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -16,7 +17,7 @@ import pytest
 import reference
 import torch
 from harness import SHORT_RUN, load_run, make_config, make_policy, read_jsonl, save_adapter, seed
-from plain import ATOL, assert_plain
+from one_pass import ATOL, assert_plain
 from reference import EASY, GRPO, config_of, distance, make_groups, recorded, row_log_probs, trained
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 import main
 from engine.core.config import Config
 from engine.model.adapters import keep_4bit_layout, quantization_config
-from engine.model.load import load_model_and_tokenizer
+from engine.model.load import base_of, load_model_and_tokenizer
 from engine.model.policy import Policy
 from engine.run.fingerprint import of_files
 from engine.run.start import settle_config
@@ -301,6 +302,34 @@ def settled(adapter: Path, folder: Path, asked: str = "mode=train") -> Config:
     """The config of a run in `folder`; to train, the adapter is merged into its base."""
     config = make_config(f"model.name={adapter}", asked, f"run.dir={folder}", "run.name=x")
     return settle_config(config, harness.alone(), [], Logger(rank=0))
+
+
+def test_an_adapter_of_a_run_stays_with_the_base_of_that_run(
+    rotary_model_folder, tmp_path, data, capsys
+):
+    """Bug: when its run was moved, it was added to the base of the next run of that name."""
+    train = functools.partial(harness.train_on_rank, harness.alone())
+    first, second = (save_adapter(tmp_path / f"{n}", rotary_model_folder, n) for n in range(2))
+    moved, given = tmp_path / "moved", [*data, LORA, "training.num_steps=1"]
+    train(tmp_path, first, *given)
+    sums = load_file((tmp_path / "x").rename(moved) / "base/model.safetensors")
+    train(tmp_path, second, *given)
+    capsys.readouterr()
+    for adapter in (moved / "best", moved / "checkpoints/last"):
+        overrides = make_config(f"model.name={adapter}", "mode=evaluate", *data)
+        model, *_ = load_model_and_tokenizer(overrides, harness.CPU, print)
+        layer = model.get_submodule("model.layers.0.self_attn.q_proj").base_layer
+        assert torch.equal(layer.weight, sums["model.layers.0.self_attn.q_proj.weight"])
+    # Trained on in 4 bits it names the base that it was found with.
+    train(tmp_path / "4", moved / "best", *data, "training.num_steps=1", IN_4BIT)
+    assert "does not say" not in capsys.readouterr().out
+    assert base_of(tmp_path / "4/x/best")[0] == str(moved / "base")
+    shutil.rmtree(moved / "base")
+    with pytest.raises(ValueError, match="x/base is not the model that it was trained on: put th"):
+        load_model_and_tokenizer(overrides, harness.CPU, print)
+    harness.change_json(adapter / "adapter_config.json", revision=None)  # as before there was one
+    load_model_and_tokenizer(overrides, harness.CPU, print)
+    assert capsys.readouterr().out.count("does not say what its base") == 1
 
 
 SHAPES = {"plain": {}, "DoRA": {"use_dora": True}}

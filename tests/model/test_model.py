@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import countdown
 from engine.model.policy import Policy
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.prompts import completion_text, end_of_turn
+from engine.questions.prompts import completion_text
+from engine.questions.templates import end_of_turn
 from engine.sampling.draw import TokenBuffer
 from engine.update.optimizer import make_optimizer
 

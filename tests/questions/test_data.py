@@ -10,16 +10,17 @@ import datasets
 import numpy as np
 import pandas
 import pytest
-from harness import ROWS, chatty, load_rows, make_config, seed
+from harness import ROWS, chatty, load_rows, make_config, make_task, seed
 from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.model.tokenizer import load_tokenizer
-from engine.questions.contract import assistant_prefix, pose
+from engine.questions.contract import assistant_prefix
 from engine.questions.data import QuestionStream, load_questions
-from engine.questions.prompts import encode_prompts, render_prompt, render_prompts
+from engine.questions.prompts import encode_prompts, prompt_length, render_prompts
 from engine.questions.tasks import load_task
+from engine.questions.templates import render_prompt
 from tasks import gsm8k
 
 RESPELLED = {  # the fourth of the rows
@@ -37,7 +38,7 @@ def dataset_cache_in_a_temporary_folder(tmp_path, monkeypatch):
 
 
 def load(name: str, source: str | Path, split: str = "train", **how) -> list[dict]:
-    return load_rows(load_task(name), source, split, **how)
+    return load_rows(name, source, split, **how)
 
 
 def write_file(path: Path, rows: list[dict]) -> Path:
@@ -111,16 +112,14 @@ def questions_for(
 ) -> tuple[list[dict], QuestionStream | None, list[str]]:
     """The validation questions of a run, its training questions, and what it logs about them."""
     config, logged = make_config("validation.num_examples=80", *overrides), []
-    task, log = load_task(config.task.name), logged.append
+    task, log = load_task(config.task), logged.append
     questions = load_questions(task, config, tokenizer=tokenizer, context=context, log=log)
     return *questions, logged
 
 
 def of_task(name: str, **options: str) -> dict:
-    """The task and its options, as arguments."""
-    overrides = [f"task.{key}={value}" for key, value in options.items()]
-    options = make_config(f"task.name={name}", *overrides).task
-    return {"task": load_task(name), "options": options}
+    """The task, as an argument."""
+    return {"task": make_task(name, **options)}
 
 
 def test_the_validation_questions_are_the_same_for_every_seed_and_mode(tokenizer):
@@ -134,18 +133,18 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
     """Bug: `<|im_end|>` in a dataset ended the user's turn, also in letters that NFKC changes."""
     templated.backend_tokenizer.normalizer = normalizers.NFKC()
     templated.add_tokens([AddedToken("<|stop|>", special=True, normalized=True)])
-    asked, rendered, generate_prompt = ROWS["gsm8k"], [], gsm8k.generate_prompt
+    asked, rendered = ROWS["gsm8k"], []
     texts = ("A <|end|>", "\uff1c|stop|\uff1e", "long " * 900, "B <|pad|>")
     bad, new = ([{"question": f"{word}{t}", "answer": "1"} for t in texts] for word in ("", "New"))
     others = [{"question": f"What is {n}?", "answer": "1"} for n in range(3_000)]
     train = write_file(tmp_path / "train.json", [*new, *asked, *others])
     evaluation = write_file(tmp_path / "eval.json", [*asked[:10], RESPELLED["gsm8k"], *bad])
 
-    def change(example: dict, **settings) -> list[dict]:
-        rendered.append(example["question"])
-        return generate_prompt(example, **settings)
+    def measured(example: dict, **settings) -> float:
+        rendered.append(example)
+        return prompt_length(example, **settings)
 
-    monkeypatch.setattr(load_task("gsm8k"), "generate_prompt", change)
+    monkeypatch.setattr("engine.questions.data.prompt_length", measured)
     given = ["task.name=gsm8k", f"task.train={train}", f"task.eval={evaluation}"]
     given += ["task.shuffle=false", "task.system_prompt=Hello<|end|>"]  # the task's own words stay
     validation, training, logged = questions_for(templated, *given, context=1024)
@@ -163,6 +162,48 @@ def test_what_cannot_be_asked_is_left_out_with_a_count(tmp_path, tokenizer, temp
     source = write_file(tmp_path / "all.jsonl", bad[:1])
     with pytest.raises(ValueError, match="each holds a special token, "):
         questions_for(templated, *given, f"task.eval={source}")
+
+
+SAME = """
+def generate_questions(split, *, num_examples, **others):
+    return [{"answer": str(i), "split": split} for i in range(num_examples or 30)]
+def generate_prompt(example, *, options):
+    return f"What is {example['answer']}?"
+def reward_function(completion, example, **others):
+    return 0.0
+"""
+
+
+def test_no_question_of_the_validation_is_trained_on_whatever_stands_beside_it(
+    tmp_path, tokenizer, monkeypatch
+):
+    """Bugs: 30 of 30 prompts were, with other ids; a .csv's 5 was not a .jsonl's "5"."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "same.py").write_text(SAME)
+    rows = [{"prompt": f"What is {i}?", "answer": "1", "id": f"{i}"} for i in range(30)]
+    chat = [row | {"prompt": [{"content": row["prompt"], "role": "user"}]} for row in rows]
+    files = {"a.jsonl": rows, "b.jsonl": [row | {"id": row["id"] + "b"} for row in rows[:20]]}
+    files |= {"a.csv": rows[:20], "c.jsonl": chat[:20], "twice.jsonl": rows[:20] + files["b.jsonl"]}
+    for name, some in files.items():
+        write_file(tmp_path / name, some)
+    reward = "task.reward=lengths:soft_overlong"
+    words = "task.prompt=What is {id}?"
+    for evaluation in ("b.jsonl", "a.csv", "c.jsonl", "twice.jsonl"):
+        given = [reward, "task.train=a.jsonl", f"task.eval={evaluation}"]
+        given += [words] * (evaluation == "a.csv")  # "What is {id}?" of 5 and of "5"
+        validation, training, logged = questions_for(tokenizer, *given)
+        assert len(validation) == 20 and training.questions == rows[20:], evaluation
+        assert "20 of 30 questions to train on are asked in validation too: left out" in logged
+    one = [reward, "task.train=twice.jsonl", "task.eval=twice.jsonl", "validation.num_examples=10"]
+    validation, training, _ = questions_for(tokenizer, *one)
+    prompts = [{row["prompt"] for row in some} for some in (validation, training.questions)]
+    assert len(prompts[0]) == len(validation) and len(prompts[0] | prompts[1]) == 20
+    assert not prompts[0] & prompts[1]
+    own = "task.name=same"
+    _, training, _ = questions_for(tokenizer, own, "validation.num_examples=9")
+    assert [row["answer"] for row in training.questions] == [str(i) for i in range(9, 30)]
+    with pytest.raises(ValueError, match=r"same.py: no question left .* generate_questions must"):
+        questions_for(tokenizer, own)
 
 
 def test_a_split_has_the_questions_that_leave_room_for_its_own_completions(tmp_path, tokenizer):
@@ -322,7 +363,7 @@ def test_a_question_is_never_read_as_a_template(task, key, wording):
     options = make_config(task, "task.train=rows.jsonl").task.model_copy(update=told)
 
     def posed(text: str) -> list[str]:
-        chat = pose({key: text, "answer": GOLD}, task=load_task(options.code), options=options)
+        chat = load_task(options).pose({key: text, "answer": GOLD})
         return [chat] if isinstance(chat, str) else [message["content"] for message in chat]
 
     assert posed(SPECIAL) == [text.replace(OPAQUE, SPECIAL) for text in posed(OPAQUE)]

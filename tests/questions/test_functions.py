@@ -11,23 +11,38 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from harness import ENVIRONMENT, ROOT, arguments, load_rows, load_run, make_config, read_rows
+from harness import (
+    ENVIRONMENT,
+    ROOT,
+    arguments,
+    load_rows,
+    load_run,
+    make_config,
+    make_task,
+    read_rows,
+)
 
 import main
-from engine.core.config import ConfigError, TaskSettings
+from engine.core.config import ConfigError
+from engine.core.signals import SignalWatch
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import RewardError, import_file
-from engine.questions.contract import CsvRow, pose, with_numbers
-from engine.questions.data import load_examples, load_questions
+from engine.questions import reward_functions
+from engine.questions.contract import Task
+from engine.questions.data import load_questions
 from engine.questions.reward_functions import EventLoop
-from engine.questions.tasks import functions_in, load_task, read_answer, reward_parts
+from engine.questions.rewards import read_answer, reward_parts, total_reward
+from engine.questions.tables import CsvRow, with_numbers
+from engine.questions.tasks import functions_in, load_task
 from engine.run.checkpoint import load_state
 from engine.run.config_file import check_files, dump, load_config
 from engine.run.folder import run_name
@@ -130,20 +145,19 @@ SEEN = {  # the row, settings, what the model is asked, and the function's promp
 @pytest.mark.parametrize("name", SEEN)
 def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, name):
     row, settings, posed, prompt, completion = SEEN[name]
-    options = make_config("task.reward=my_rewards:see", *settings.split()).task
-    task = load_task(options.code)
-    assert pose(row, task=task, options=options) == posed
-    assert reward_parts(task, [["x"]], [row], options, [[DRAWN]]) == [[{"see": 1.0}]]
+    task = load_task(make_config("task.reward=my_rewards:see", *settings.split()).task)
+    assert task.pose(row) == posed
+    assert reward_parts(task, [["x"]], [row], [[DRAWN]]) == [[{"see": 1.0}]]
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"}
     names |= {"rewards", "max_completion_length", "log_metric"}
     assert capsys.readouterr().out == f"{sorted(names)} {[prompt]} {[completion]}\n"
 
 
-def paid(reward: str, *settings: str) -> list[list[dict]]:
-    options = make_config(f"task.reward={reward}", *settings).task
-    task = load_task(options.code)
+def paid(reward: str | Task, *settings: str) -> list[list[dict]]:
+    is_made = isinstance(reward, Task)
+    task = reward if is_made else load_task(make_config(f"task.reward={reward}", *settings).task)
     task.max_completion_length = 4
-    return reward_parts(task, [["yes", "no"]] * 2, KINDS, options, [[DRAWN] * 2] * 2)
+    return reward_parts(task, [["yes", "no"]] * 2, KINDS, [[DRAWN] * 2] * 2)
 
 
 def test_functions_are_named_of_one_file_or_of_several(tmp_path):
@@ -184,7 +198,8 @@ def test_functions_pay_the_same_in_every_order(order, folder):
     (folder / "several.py").write_text(SEVERAL)
     reward = f"[several:[{', '.join(order)}], my_rewards:long]"
     start = time.perf_counter()
-    questions = paid(reward, "task.reward_timeout=0.1")
+    task = make_task(reward, reward_timeout=0.1)
+    questions = paid(task)
     assert time.perf_counter() - start < 10  # not 30
     with pytest.raises(RuntimeError):
         asyncio.get_running_loop()  # none is left behind
@@ -194,11 +209,11 @@ def test_functions_pay_the_same_in_every_order(order, folder):
             assert row == applying | {"timeout": float(absent != ())}
             assert [name for name in row if name != "timeout"] == [*order, "long"]
             total = sum(WORTH[name] * (value or 0.0) for name, value in applying.items())
-            assert TaskSettings(reward_weights=WORTH).total_reward(row) == total
-    assert TaskSettings(reward_weights=WORTH).total_reward(dict.fromkeys(WORTH)) == 0
+            assert total_reward(row, WORTH) == total
+    assert total_reward(dict.fromkeys(WORTH), WORTH) == 0
     before = [(name, *order[:place]) for place, name in enumerate(order)]
     assert [one for one in before for _ in KINDS] == import_file(folder / "several.py").SEEN
-    assert load_task(reward).take_logged() == {"judged": (4, 2)}
+    assert task.take_logged() == {"judged": (4, 2)}
 
 
 JUDGES = """
@@ -226,14 +241,17 @@ async def signalled(completions, **kwargs):
 
 @pytest.mark.timeout(60)
 def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(folder):
-    """Bug: a lock or client at module level ended the run in its second evaluation."""
+    """Bugs: a lock or client at module level ended the run in its second evaluation.
+
+    Then what a call had left open, here a task, was cancelled behind its step.
+    """
     (folder / "judges.py").write_text(JUDGES)
     module = import_file(folder / "judges.py")
     for _ in range(2):
         start = time.perf_counter()
         (row, _), _ = paid("judges:[client, hangs]", "task.reward_timeout=1")
         assert row == {"client": 1.0, "hangs": None, "timeout": 1.0}
-        assert all(task.cancelled() for task in module.LEFT)
+        assert not any(task.done() for task in module.LEFT)
         assert time.perf_counter() - start < 10
     assert len(module.LOOPS) == 1 and len(module.LEFT) == 4
     pool = EventLoop()
@@ -243,6 +261,63 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
         os._exit(pool.run(asyncio.sleep(0, 7)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert pool.run(asyncio.sleep(0, 8)) == 8
+    watch = SignalWatch(is_main=False)
+    threading.Timer(0.1, watch.note, [signal.SIGTERM]).start()
+    with watch.leaves():  # an evaluation
+        pytest.fail(pool.run(asyncio.sleep(600, "awaited in spite of the signal")))
+    deadline = time.monotonic() + 10
+    while pool.num_open:  # it is cancelled
+        assert time.monotonic() < deadline
+
+
+QUEUED = """
+import asyncio, contextlib
+QUEUE, OWN, BEATS = asyncio.Queue(), [], []
+
+async def work():
+    while True:
+        text, answer = await QUEUE.get()
+        answer.set_result(float("yes" in text))
+
+async def beat():
+    while True:
+        BEATS.append(await asyncio.sleep(0.001))
+
+async def heed_no_end():
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+async def judge(completions, **kwargs):
+    if not OWN:
+        OWN.extend(map(asyncio.create_task, (work(), beat(), heed_no_end())))
+    answers = [asyncio.Future() for _ in completions]
+    for one in zip(completions, answers):
+        QUEUE.put_nowait(one)
+    return await asyncio.gather(*answers)
+
+async def cancelled(completions, **kwargs):
+    task = asyncio.create_task(asyncio.sleep(60))
+    task.cancel()
+    await task
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch):
+    """Bug: the worker of a queue was cancelled behind the first step, and the second one hung."""
+    (folder / "queued.py").write_text(QUEUED)
+    module = import_file(folder / "queued.py")
+    for _ in range(2):
+        assert [row["judge"] for row in paid("queued:judge")[0]] == [1.0, 0.0]
+        num_beats = len(module.BEATS)
+        time.sleep(0.1)
+        assert len(module.BEATS) > num_beats
+    with pytest.raises(RewardError, match=r"queued.py, line \d+: cancelled was .*question {'prom"):
+        paid("queued:cancelled")
+    monkeypatch.setattr(reward_functions, "CLOSE_S", 0.5)
+    reward_functions.LOOP.close()  # as at the end of the process
+    assert [task.done() for task in module.OWN] == [True, True, False]
 
 
 @pytest.mark.timeout(60)
@@ -254,7 +329,7 @@ def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_f
     given = arguments(folder, rotary_model_folder, *given, *sizes, "task.reward_timeout=0.1")
     command = [python, str(ROOT / "main.py"), *given]
     result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
-    assert result.returncode == 143, result.stderr[-2000:]
+    assert result.returncode == 143 and not result.stderr, result.stderr[-2000:]
     assert load_state(folder / "x/checkpoints/last")["state"]["step"] == 2
     assert read_rows(folder / "x")[-1]["train/reward_timeouts"] == 1.0
 
@@ -277,16 +352,14 @@ LENGTH_REWARDS = {  # of completions of 1, 2, 8, 9 and 10 tokens, at most 10, th
 def test_length_rewards_are_those_of_their_formulas():
     columns = {"completion_ids": [[0] * n for n in (1, 2, 8, 9, 10)], "max_completion_length": 10}
     for name, expected in LENGTH_REWARDS.items():
-        (_, function) = load_task(f"lengths:{name}").functions[name]
+        (_, function) = make_task(f"lengths:{name}").functions[name]
         given = function(**columns, rewards={"mine": [1.0, 1.0, 0.0, None, 0.5]})
         for value, right in zip(given, expected, strict=True):
             assert value is None if right is None else value == pytest.approx(right)
 
 
 def test_one_file_serves_both_and_so_many_rows_are_held_out_by_their_hash(folder):
-    options = make_config("task.reward=my_rewards:answer").task
-    how = {"options": options, "num_examples": 512, "seed": 0, "held_out": True, "exclude": []}
-    load = functools.partial(load_examples, load_task(options.code), **how)
+    load = functools.partial(load_rows, "my_rewards:answer", num_examples=512)
     held_out = load("rows.jsonl", "validation", num_examples=6)
     train = load("rows.jsonl", "train", exclude=held_out)
     assert len(held_out) == 6 and [row for row in ROWS if row not in held_out] == train
@@ -316,7 +389,7 @@ def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsy
     (folder / "eval.csv").write_text(f"{head}1,9.5,007,1,2,a\n2,,1e7,n/a,3,b\n")
     given = ["task.reward=typed:typed", "task.train=train.csv", "task.eval=eval.csv"]
     config, lines = make_config(*given, "task.prompt='{q} at {price}?'"), []
-    task = load_task(config.task.code)
+    task = load_task(config.task)
     how = {"tokenizer": tokenizer, "context": None, "log": lines.append}
     validation, stream = load_questions(task, config, **how)
     assert "the column n stays text: 1 of its cells are no numbers" in lines
@@ -324,7 +397,7 @@ def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsy
     assert stream.questions == [row]  # the other is held out
     capsys.readouterr()
     for question in (*validation, row := stream.questions[0]):
-        reward_parts(task, [["x"]], [question], config.task, [[None]])
+        reward_parts(task, [["x"]], [question], [[None]])
     assert capsys.readouterr().out.splitlines() == [
         "1 at 9.5? [9.5] ['007'] ['1'] [2] 320",
         "2 at ? [None] ['1e7'] ['n/a'] [3] 320",
@@ -332,7 +405,9 @@ def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsy
     ]
     numbers = {"q": 2, "price": 8, "code": "1e7", "n": "", "level": 3, "Unnamed: 5": "b"}
     assert task.question_key(numbers) == task.question_key(row) != task.question_key(dict(row))
-    load_questions(task, make_config(*given, "mode=evaluate", "task.prompt={q}"), **how)
+    config = make_config(*given, "mode=evaluate", "task.prompt={q}")
+    task = load_task(config.task)
+    load_questions(task, config, **how)
     assert task.number_columns == {"q", "price", "level"}  # as in training
     assert with_numbers(CsvRow(q="7"), task.number_columns) == {"q": 7}  # a file may lack columns
 
@@ -398,13 +473,13 @@ def reward_function(completion, example, *, options, num_tokens):
 def test_a_module_needs_a_prompt_and_a_reward_alone(folder):
     (folder / "mine.py").write_text(f"{MODULE}    return {{'answer': 0.5, 'read': 12}}\n")
     (folder / "rows.csv").write_text("q,level\n" + "".join(f"{n},3\n" for n in range(80)))
-    task, options = load_task("mine"), make_config("task.name=mine").task
-    assert options.reward_weights == {"answer": 1.0}
-    rows = load_rows(task, "rows.csv", "train")
+    task = make_task("mine")
+    assert task.options.reward_weights == {"answer": 1.0}
+    rows = load_rows("mine", "rows.csv", "train")
     assert 60 < len(rows) < 80 and rows[0].keys() == {"q", "level"}
     assert task.question_key({"b": 1, "a": 2}) == task.question_key({"a": 2, "b": 1})
-    assert reward_parts(task, [["y"]], [rows[0]], options, [[None]])[0][0]["answer"] == 0.5
-    assert read_answer(task, " x\n", rows[0], options) == "12"
+    assert reward_parts(task, [["y"]], [rows[0]], [[None]])[0][0]["answer"] == 0.5
+    assert read_answer(task, " x\n", rows[0]) == "12"
     with pytest.raises(SystemExit, match="give it an EXAMPLE_ROW"):
         attack.load("mine", None, [])
 
@@ -436,7 +511,7 @@ def test_a_prompt_that_shows_the_answer_and_columns_that_rows_lack_are_told(fold
     for prompt in ("{prompt} \\boxed{answer}", "{prompt} \\boxed{...}"):
         given = ["task.reward=my_rewards:answer", "task.train=rows.jsonl"]
         config, lines = make_config(*given, f"task.prompt={json.dumps(prompt)}"), []
-        task = load_task(config.task.code)
+        task = load_task(config.task)
         load_questions(task, config, tokenizer=tokenizer, context=None, log=lines.append)
         warned = [line for line in lines if "the model is shown column answer" in line]
         assert len(warned) == ("{answer}" in prompt)

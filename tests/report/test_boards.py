@@ -89,6 +89,21 @@ def test_a_board_shows_a_run_and_a_resumed_one_doubles_no_step(tmp_path, monkeyp
     assert not any("." in key for key in seen["samples"][0])  # MLflow shows such columns empty
 
 
+def test_a_board_that_was_away_gets_what_it_missed_when_the_run_is_resumed(tmp_path):
+    """Bug: MLflow had lost its server at step 3 of 8, and lacked steps 3 to 8 after the resume."""
+    log = start(tmp_path)
+    log.log_metrics(1, {"train/loss": 0.5})
+    log.log_metrics(2, {"train/loss": 0.25, "train/reward": float("nan")})
+    log.log_metrics(2, {"eval/pass@1": 0.5})
+    board = stand_in()
+    board.last_sent = (1, False)
+    start(tmp_path, boards=[board], resume_step=3).log_metrics(4, {"train/loss": 0.125})
+    sent = [call.args for call in board.send_metrics.call_args_list[1:]]
+    values = [{"train/loss": 0.25}, {"eval/pass@1": 0.5}, {"train/loss": 0.125}]
+    moments = [(2, False), (2, True), (4, False)]
+    assert sent == [(*moment, value) for moment, value in zip(moments, values, strict=True)]
+
+
 def test_wandb_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch):
     """Else a run that is resumed at an evaluated step sends its evaluation a second time."""
     about = NAMES | {"params": PARAMS}

@@ -1,6 +1,5 @@
 """mode=evaluate: where it writes, what it loads, votes, greedy answers; test_one_run.py too."""
 
-from copy import copy
 from functools import partial
 from pathlib import Path
 
@@ -8,11 +7,10 @@ import harness
 import numpy as np
 import pytest
 from harness import ROOT, alone, arguments, in_fp64, make_config, make_row, run_on_ranks, seed
-from plain import assert_plain
+from one_pass import assert_plain
 
 import main
 from engine.core.distributed import World
-from engine.questions.tasks import load_task
 from engine.report.metrics import single_answer_metrics
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
@@ -93,9 +91,9 @@ def by_hand(world: World) -> list[dict[str, float]]:
     share = slice(world.rank, None, world.size)
     rows = [[i, -i] for i in range(9)]  # more than ranks: else one after the other is in turn
     assert world.gather_rows(rows[share], shape=(9, 2)).tolist() == rows, "in their own places"
-    task = copy(load_task("countdown"))
+    task = harness.make_task("countdown")
     task.is_lenient_solved = is_lenient_solved
-    measure = partial(single_answer_metrics, task, make_config().task)
+    measure = partial(single_answer_metrics, task)
     return [measure(QUESTIONS[:n], GROUPS[:n][share], GREEDY[:n][share], world) for n in (5, 2)]
 
 

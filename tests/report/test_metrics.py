@@ -21,10 +21,11 @@ import torch
 from harness import ROOT, alone, arguments, make_row, read_jsonl, run_main, save_writer, seed
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.statistics import confidence_interval, reduce_means
+from engine.core.measures import reduce_means
 from engine.core.types import Groups, Trajectory
 from engine.report.boards import BOARDS, Board
 from engine.report.metrics import mean_rewards, rollout_metrics
+from engine.report.pass_at_k import confidence_interval
 from logger import Logger
 
 
@@ -90,8 +91,8 @@ SETTINGS += f"training.max_new_gen_tokens=60 training.learning_rate={RATE} "
 SETTINGS += "training.warmup_steps=3 training.max_grad_norm=0.001 validation.num_examples=12 "
 SETTINGS += "validation.best_of_n=3 validation.pass_k=[1,2] logging.samples=5 "
 SETTINGS += "training.loss_normalization=token logging.experiment=shown"
-WATCHED = ["engine.questions.data.QuestionStream.take", "engine.model.policy.Policy.make_prompts"]
-WATCHED += ["engine.run.log.describe_step", "engine.sampling.environment.Conversation.ask"]
+WATCHED = ["engine.questions.data.QuestionStream.take", "main.make_prompts"]
+WATCHED += ["engine.run.log.describe_step", "engine.questions.environment.Conversation.ask"]
 WATCHED += ["logger.Logger.print_step"]
 WATCHED += [f"main.{name}" for name in ("decode_in_batches", "compute_rewards", "update_policy")]
 WATCHED += [f"main.{name}" for name in ("assign_advantages", "step_metrics", "sample_validation")]

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from harness import make_config, make_run
+from harness import make_config, make_run, make_task
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -25,7 +25,8 @@ QUESTION = {"nums": [3, 4], "target": 12}
 def card_of(tokenizer: PreTrainedTokenizerFast, *overrides: str, step: int = 5) -> str:
     policy, config = SimpleNamespace(tokenizer=tokenizer), make_config(*overrides)
     run = make_run(policy, config, optimizer="none", questions=[QUESTION])
-    run.state, run.task = State(step=step, untrained=[0.2, 0.1, 0.3]), load_task("countdown")
+    run.state = State(step=step, untrained=[0.2, 0.1, 0.3])
+    run.task = load_task(config.task.model_copy(update={"name": "countdown", "reward": None}))
     return model_card(run, MEASURED)
 
 
@@ -77,8 +78,7 @@ def test_the_code_in_the_card_asks_the_model_as_training_did(
     names = {}
     with torch.random.fork_rng():
         exec(code, names)
-    rendering = {"task": load_task("countdown"), "options": make_config().task}
-    prompt_ids = encode_prompts([QUESTION], **rendering, tokenizer=tokenizer)
+    prompt_ids = encode_prompts([QUESTION], task=make_task("countdown"), tokenizer=tokenizer)
     assert names["inputs"]["input_ids"].tolist() == prompt_ids
     assert len(prompt_ids[0]) < names["output"].shape[1] <= len(prompt_ids[0]) + 20
     drawn = names["output"][0, len(prompt_ids[0]) :]  # an end token alone, at times

@@ -3,7 +3,6 @@
 from harness import make_config, make_run
 
 from engine.report.metrics import WATCHED, mean_of_last, signs_of_collapse
-from engine.update.optimizer import Outcome, Update
 
 HEALTHY = {"train/solved": 0.6, "train/entropy": 0.3, "train/truncated_frac": 0.1}
 
@@ -42,8 +41,7 @@ def test_a_sign_is_reported_once_while_it_lasts_and_ends_a_run_that_is_to_stop()
     run = make_run(None, make_config(*given), optimizer="none")
     run.logger.warning = warnings.append
     for solved in [0.6] * 10 + [0.0] * 20:
-        metrics = HEALTHY | {"train/solved": solved}
-        run.end_step(Update(Outcome.UPDATED, has_moved=True), metrics, 0)
+        run.watch_for_collapse(HEALTHY | {"train/solved": solved})
     (warning,) = warnings
     assert "collapsing: solved fell from 0.600 to 0.240 (mean" in warning
     assert not run.is_over

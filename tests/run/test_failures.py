@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pkgutil
 import pty
 import re
 import signal
@@ -19,6 +20,7 @@ from harness import arguments, make_config, read_rows, run_main, run_on_ranks, s
 
 import main
 from engine.core.distributed import World, read_environment
+from engine.core.signals import Left, leave_if_signalled
 from engine.run import log
 from engine.run.checkpoint import load_state
 from engine.run.mistakes import crashes_name_the_fix, outlive
@@ -32,10 +34,14 @@ def learn_from_the_other(world: World) -> tuple[list, str]:
     """What each of two ranks knows of a signal to rank 1, and of a file that rank 0 lacks."""
     world.ask_whether_to_stop()
     known = [world.stop_signal]
+    with world.left_by_all():
+        known.append(world.rank)
     if world.rank == 1:
         world.signals.note(INT)
     known += [world.sum([[2.0], [world.rank]]).tolist(), world.stop_signal]  # a sum only sums
-    world.ask_whether_to_stop()
+    with pytest.raises(Left), world.left_by_all():
+        leave_if_signalled()
+        known.append(world.rank)  # rank 0 was not sent it, and comes to the end
     with pytest.raises(ValueError) as caught:
         world.on_main(Path("/no/such/file").read_text)
     run = SimpleNamespace(state=State(), world=world, is_over=False, logger=Logger(rank=1))
@@ -48,8 +54,42 @@ def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path)
     Bug: the status of a rank that was not sent the signal itself was always SIGTERM's.
     """
     ranks = run_on_ranks(learn_from_the_other, 2, folder=tmp_path)
-    assert [known for known, _ in ranks] == [[0, [[4.0], [1.0]], 0, INT, 130]] * 2
+    expected = [[0, 0, [[4.0], [1.0]], 0, 0, INT, 130], [0, 1, [[4.0], [1.0]], 0, INT, 130]]
+    assert [known for known, _ in ranks] == expected
     assert ranks[0][1] == ranks[1][1] and "/no/such/file" in ranks[0][1]
+
+
+# Where an evaluation is when a signal comes: in a decode loop, or before a task's function
+PLACES = {
+    "engine.sampling.grouped:DecodeBatch.step": "grouped",
+    "engine.sampling.draw:TokenBuffer.draw": "generate",
+    "engine.questions.rewards:parts_of": "grouped",
+    "main:compute_rewards": "grouped",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_signal_leaves_an_evaluation_at_once_and_nothing_of_it_stays(
+    place, rotary_model_folder, monkeypatch, capsys
+):
+    """Bug: one that takes longer than torchrun waits cost every step since the last checkpoint."""
+    settings = [f"sampling.backend={PLACES[place]}", "validation.best_of_n=2"]
+    policy = harness.make_policy(rotary_model_folder, *settings)
+    questions = [{"nums": [number], "target": number} for number in range(3)]
+    run = harness.make_run(policy, make_config(*settings), questions=questions)
+    function, calls = pkgutil.resolve_name(place), []
+
+    def replacement(*arguments, **options):
+        calls.append(place)
+        run.world.signals.note(signal.SIGTERM)
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(place.replace(":", "."), replacement)
+    monkeypatch.setattr(main, "log_evaluation", pytest.fail)
+    with run.left_at_signal():
+        main.evaluate(run)
+    assert len(calls) == 1
+    assert run.world.stop_signal == signal.SIGTERM and run.state == State()
 
 
 def test_a_terminal_that_is_gone_loses_nothing(tmp_path, rotary_model_folder, data):

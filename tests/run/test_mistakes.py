@@ -14,13 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from harness import CPU, ROOT, change_json, run_main, train_tokenizer
+from harness import CPU, ROOT, change_json, make_task, run_main, train_tokenizer
 
 import main
-from engine.core.config import ConfigError, check_world
+from engine.core.config import ConfigError, check_world, dotted_values
 from engine.core.packages import import_package
 from engine.model.load import load_model_and_tokenizer
-from engine.questions.tasks import load_task
 from engine.run.config_file import load_config
 
 
@@ -80,12 +79,13 @@ ON_THE_COMMAND_LINE = {
     "task.name=gsm8k task.max_numbers=5": "task.max_numbers = 5: unknown key of task gsm8k",
     # words of other trainers; bug: beta was told adam_betas
     "training.beta=1": "training.beta = 1: unknown key, beta is training.kl_coef here; --help",
-    "a.rollout.n=8 a.actor.optim.lr=1": "a = {rollout: ... {n: 8} ... rollout.n is "
-    "training.k_best_of_n here ... lr is training.learning_rate here; --help",
+    "a.rollout.n=8": "a = {rollout: ... {n: 8} ... rollout.n is training.k_best_of_n here (8 are",
     # what others count counts here: verl's of all ranks; nanochat's of a question
     "data.train_batch_size=8": "data = ... train_batch_size is ... num_samples_per_step_global",
     "--num-samples=8": "--num-samples = 8: ... num_samples is training.k_best_of_n here (8 are",
-    "seed=1": "seed = 1: unknown key, the nearest is training.seed",
+    "seed=1": "seed = 1: unknown key, seed is training.seed here",
+    # bug: it was told training.k_best_of_n, which has this word in nanochat
+    "validation.num_samples=9": "validation.num_samples = 9: ... validation.num_examples; --help",
     # values of other trainers
     "training.loss_normalization=dapo": "training.loss_normalization = ... ; dapo is token",
     "task.reward_weights=[1,0.5]": "task.reward_weights = ... such as {format: 0.1, answer: ",
@@ -175,6 +175,78 @@ def test_a_mistake_in_a_config_is_one_line_with_its_fix(tmp_path, start):
         start("--config=some.yaml", says=said)
 
 
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: openai/gsm8k
+num_train_epochs: 1
+per_device_train_batch_size: 8
+gradient_accumulation_steps: 4
+num_generations: 8
+learning_rate: 1e-6
+warmup_ratio: 0.1
+optim: adamw_torch_fused
+scale_rewards: false
+loss_type: bnpo
+lora_alpha: 16
+chat_template_kwargs: {enable_thinking: false}
+"""
+FROM_TRL = {
+    "model.name": "Qwen/Qwen3-0.6B",
+    "model.lora": {"r": 8, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"},
+    "task.train": "openai/gsm8k",
+    "task.template_options": {"enable_thinking": False},
+    "training.k_best_of_n": [8, 8],
+    "training.learning_rate": 1e-6,
+    "training.num_epochs": 1,
+}
+VERL = """
+data: {train_batch_size: 64, train_files: [a.parquet, b.parquet]}
+algorithm: {adv_estimator: grpo}
+actor_rollout_ref:
+  actor: {optim: {lr: 2e-6, weight_decay: 0.01}, kl_loss_coef: 0.001, loss_agg_mode: token-mean}
+  rollout: {n: 5, temperature: 0.9, val_kwargs: {n: 1, temperature: 0}}
+trainer: {save_freq: -1, test_freq: 5, logger: [console]}
+seed: x
+"""
+FROM_VERL = {
+    "sampling.temperature": 0.9,
+    "training.k_best_of_n": [5, 5],
+    "training.learning_rate": 2e-6,
+    "training.num_samples_per_step_global": 64,
+    "training.advantage": "zscore",
+    "training.loss_normalization": "token",
+    "training.weight_decay": 0.01,
+    "validation.every": 5,
+    "validation.best_of_n": 1,
+    "validation.temperature": 0,
+}
+CHOICES_OF_VERL = "checkpoint.every logging.report_to task.train kl_coef seed"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "choices"),
+    [
+        (TRL, FROM_TRL, "loss_normalization num_samples_per_step warmup_steps"),
+        (VERL, FROM_VERL, CHOICES_OF_VERL),
+    ],
+)
+def test_the_error_for_a_file_of_another_trainer_ends_in_yaml_that_means_the_same_here(
+    theirs, ours, choices, tmp_path, capsys
+):
+    (tmp_path / "theirs.yaml").write_text(theirs)
+    assert run_main(f"--config={tmp_path}/theirs.yaml") == 2
+    lines = capsys.readouterr().err.splitlines()
+    block = [line for line in lines if not line.startswith("error: ")]
+    assert lines[-len(block) :] == block
+    (tmp_path / "ours.yaml").write_text("\n".join(block))
+    config = load_config([f"--config={tmp_path}/ours.yaml"])
+    defaults = dotted_values(load_config([]))
+    values = dotted_values(config).items()
+    assert {key: value for key, value in values if value != defaults[key]} == ours
+    commented = [line.split()[1].removesuffix(":") for line in block[1:] if line.startswith("# ")]
+    assert [key.removeprefix("training.") for key in commented] == choices.split()
+
+
 # In a file of questions
 
 GOOD = '{"nums": [1, 2], "target": 3}'
@@ -198,7 +270,7 @@ def test_a_mistake_in_a_file_of_questions_is_one_line_beside_a_good_row(
     task, file, content, said, tmp_path, start
 ):
     (tmp_path / file).write_text(content)
-    good = f" ... ; rows must look like {json.dumps(load_task(task).EXAMPLE_ROW)}"
+    good = f" ... ; rows must look like {json.dumps(make_task(task).EXAMPLE_ROW)}"
     given = [f"task.name={task}", f"task.train={file}", f"task.eval={file}"]
     start(*given, says=f"{file}{said}{good if ', row' in said else ''}")
 
@@ -228,11 +300,11 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "f(:": ", line 7: SyntaxError",
     "import sys; sys.exit(0)": ", line 7: SystemExit: 0",  # bug: that ended the run with status 0
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
-    "class Options: low = 1": ": Options must inherit from Section in engine/core/config.py",
+    "class Options: low = 1": ": Options must be a pydantic BaseModel",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
-    f"{TRAINS_ON}[]": NO_LIST,
+    f"{TRAINS_ON}[]": ": no question left for train; load_examples must",
     f"{TRAINS_ON}[{{1: 2}}]": ": a question has the key 1: keys must be text",
     "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 7",
     f"{PAYS}{{'length': 1.0}}": f", line 7{NO_REWARD}, not {{'length': 1.0}}: answer is miss",

@@ -84,7 +84,7 @@ def test_the_example_by_numbers_is_what_main_computes():
     assert "\n".join(message["content"] for message in prompt) + "\n" in posed
     policy = make_policy(ROOT / "tiny")
     (prompt_ids,) = encode_prompts(
-        [question], task=load_task("countdown"), options=config.task, tokenizer=policy.tokenizer
+        [question], task=load_task(config.task), tokenizer=policy.tokenizer
     )
     group, log_probs = [], []
     for text in texts:
@@ -195,5 +195,7 @@ def test_each_test_that_the_pitfalls_name_is_there():
     pitfalls = (ROOT / "PITFALLS.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", pitfalls)
     assert len(named) >= 25 and len(named) == pitfalls.count("::")
+    counted = re.findall(r"(\d+) (?:known )?mistakes", "\n".join(DOCS.values()))
+    assert {*map(int, counted)} == {len(re.findall(r"^\*\*", pitfalls, re.MULTILINE))}
     for file, name in named:
         assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file}::{name}"

@@ -129,15 +129,19 @@ def break_at(patch: pytest.MonkeyPatch, run: Run, place: str, step: int, fault: 
 RAISE = None
 RARELY, OFTEN, EVEN = (f"checkpoint.every={every}" for every in (100, 1, 2))
 SAMPLING, UPDATE = "main:sample_trajectories", "main:update_policy"
+DECODING, LOGGING = "engine.sampling.grouped:DecodeBatch.step", "main:log_evaluation"
 # What breaks it, a signal or an exception, at which function and after how many steps; a setting of
 # the first start. Then what is left: the step of the checkpoint and the last row of
-# metrics.jsonl; and the exit status. After a signal no evaluation begins: the resumed run makes it.
+# metrics.jsonl; and the exit status. After a signal no evaluation begins, and one that samples is
+# left: the resumed run makes it.
 BREAKS = {
-    "before step 1": (TERM, "main:evaluate", 0, RARELY, 0, (0, "eval"), 143),
+    "before step 1": (TERM, DECODING, 0, RARELY, 0, None, 143),
     "it samples, and a terminal is closed": (HUP, SAMPLING, 1, RARELY, 2, (2, "train"), 129),
-    "it evaluates": (INT, "main:evaluate", 2, RARELY, 2, (2, "eval"), 130),
+    "it evaluates": (INT, DECODING, 2, RARELY, 2, (2, "train"), 130),
+    "it has evaluated": (INT, LOGGING, 2, RARELY, 2, (2, "eval"), 130),
     "the last step": (TERM, UPDATE, 3, RARELY, 4, (4, "train"), 143),
-    "all is done": (INT, "main:evaluate", 4, RARELY, 4, (4, "eval"), 0),
+    "it rewards after the last": (HUP, "main:compute_rewards", 4, RARELY, 4, (4, "train"), 129),
+    "all is done": (INT, LOGGING, 4, RARELY, 4, (4, "eval"), 0),
     "an exception": (RAISE, UPDATE, 3, EVEN, 2, (3, "train"), None),
     # the log is written before the checkpoint: whatever is saved has its row
     "the log": (RAISE, "logger:Logger.log_metrics", 2, OFTEN, 1, (1, "train"), None),
@@ -154,8 +158,9 @@ def test_a_broken_run_goes_on_bit_for_bit(name, go_on, unbroken, tmp_path):
         breaks = (place, step, fault)
         assert go_on(tmp_path, FOUR, first, breaks=breaks) == status
         assert last_state(tmp_path)["step"] == saved
-        row = read_jsonl(tmp_path / "x/metrics.jsonl")[-1]
-        assert (row["step"], "eval" if "eval/pass@1" in row else "train") == last_row
+        rows = read_jsonl(tmp_path / "x/metrics.jsonl")
+        moments = [(row["step"], "eval" if "eval/pass@1" in row else "train") for row in rows]
+        assert last_row == (moments[-1] if moments else None)
     assert go_on(tmp_path, FOUR, RARELY) == 0
     assert_same(unbroken, tmp_path)
     assert last_state(tmp_path) == last_state(unbroken)

@@ -8,7 +8,7 @@ import harness
 import numpy as np
 import pytest
 from harness import make_policy, save_writer
-from plain import assert_plain
+from one_pass import assert_plain
 
 from engine.core.types import Completion
 from engine.model.policy import Policy

@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 import torch
 from harness import LOOPS, make_config, make_policy, make_run, read_jsonl, save_writer
-from plain import assert_plain
+from one_pass import assert_plain
 from tokenizers import AddedToken, normalizers
 
 import main
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.types import Trajectory
 from engine.core.user_file import RewardError
+from engine.questions.environment import Conversation, Turns
+from engine.questions.prompts import make_prompts
 from engine.run.config_file import load_config
 from engine.run.state import Run
-from engine.sampling.environment import Conversation, Turns
 
 # Turns end and tools are called as in Qwen2.5's chats; the words are our own.
 TEMPLATE = """{%- if tools %}<|im_start|>system
@@ -226,8 +227,8 @@ def test_an_end_token_that_is_inserted_ends_nothing(folder):
 
 def start(run: Run) -> Conversation:
     """The first of the conversations that `play` has."""
-    given = run.task, run.config, [{"n": 1}], SEEDS, run.policy.params, Clock()
-    ((conversation, *_),) = run.policy.make_prompts(*given).conversations
+    given = run.policy, run.task, [{"n": 1}], SEEDS, run.policy.params, Clock()
+    ((conversation, *_),) = make_prompts(*given).conversations
     return conversation
 
 

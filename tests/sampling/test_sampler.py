@@ -3,6 +3,7 @@
 import ctypes
 import math
 import os
+import re
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -14,8 +15,8 @@ import pytest
 import torch
 import transformers
 from graphs import Graph
-from harness import CPU, listener, loop_of, make_policy, peak_bytes, seed
-from plain import assert_plain
+from harness import CPU, alone, listener, loop_of, make_config, make_policy, peak_bytes, seed
+from one_pass import assert_plain
 from reference import score
 from torch.profiler import ProfilerActivity, profile
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
@@ -25,14 +26,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, flash_atten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from engine.core.types import Completion, PromptBatch, SamplingParams
-from engine.model.policy import Policy
-from engine.model.probes import supports_grouped
-from engine.model.sampler import copy_in
+from engine.model.policy import Policy, load_policy
 from engine.sampling import batches
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, invert_cdf, sample_tokens
 from engine.sampling.graphs import CapturedSteps
 from engine.sampling.grouped import decode_grouped
+from engine.sampling.sampler import copy_in, supports_grouped
 from engine.update.head import ChunkedScorer
 from main import CompletionScorer
 
@@ -279,7 +279,9 @@ def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
 
     params = replace(PLAIN, max_new_tokens=12, group_size=2)
     sampler = SimpleNamespace(decode=decode)
-    batches.decode_in_batches(sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print))
+    batches.decode_in_batches(
+        sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print), generate=None
+    )
     assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
 
 
@@ -312,13 +314,13 @@ def test_a_rollout_gives_back_the_memory_that_an_update_has_left(monkeypatch):
     sampler = SimpleNamespace(decode=lambda prompts, *_, **__: [None] * len(prompts))
     arguments = (PromptBatch(RAGGED, SEEDS[:4]), PLAIN, 10**6, listener(print))
     torch.ones(2**22 * 15 // 8)  # once freed, blocks of up to 30 MB come from the heap
-    batches.decode_in_batches(sampler, *arguments)
+    batches.decode_in_batches(sampler, *arguments, generate=None)
     before = held_mb()
     blocks = [(torch.ones(2**20), torch.ones(2**17)) for _ in range(100)]  # 4 and 0.5 MB each
     small = [pair[1] for pair in blocks]
     blocks.clear()
     assert held_mb() - before > 300 and len(small) == 100  # they hold what lies between them
-    batches.decode_in_batches(sampler, *arguments)
+    batches.decode_in_batches(sampler, *arguments, generate=None)
     assert held_mb() - before < 150
 
 
@@ -331,3 +333,12 @@ def test_the_probe_sees_a_mask_that_is_added_instead_of_applied(rotary_model_fol
 
     monkeypatch.setattr(ReservedColumns, "visible_mask", lambda *given: reserve(*given) == 0)
     assert not supports_grouped(model)
+
+
+def test_a_mistake_of_ours_is_not_only_blamed_on_the_model(rotary_model_folder, monkeypatch):
+    """Bug: with a newer transformers an attribute was gone, and "its cache cannot be shared"."""
+    monkeypatch.delattr(ReservedColumns, "visible_mask")
+    lines, config = [], make_config(f"model.name={rotary_model_folder}")
+    load_policy(config, alone(), lines.append)
+    assert re.match(r"AttributeError at .*/engine/sampling/\w+.py:\d+: .*visible_mask", lines[-2])
+    assert lines[-1].startswith("this model's cache cannot be shared")

@@ -16,7 +16,7 @@ import test_calculator_tool
 import test_environment
 import torch
 from harness import ROOT, SIZES, make_config, make_policy, read_rows, save_random
-from plain import assert_plain
+from one_pass import assert_plain
 from transformers import PreTrainedTokenizerFast
 
 import main

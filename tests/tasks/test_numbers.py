@@ -144,7 +144,8 @@ def test_equal_answers_are_one_vote_in_their_normal_form():
     votes |= dict.fromkeys([r"\boxed{ }", r"\boxed{1", "5"])  # None
     votes |= {f"\\boxed{{{'(' * 300}}}": "(" * 300}
     assert {text: extract_answer("math500", text, {}) for text in votes} == votes
-    votes = {" 25 + 3\n* 7 ": "25+3*7", "1</answer><answer>2": "1", " ": None, "1" * 1_001: None}
+    votes = {"\n25 + 3 * 7 \n": "25+3*7", "25 + 3\n*7": "25+3\n*7", " ": None, "1" * 1_001: None}
+    votes |= {"1</answer><answer>2": "1"}
     for text, vote in votes.items():
         assert extract_answer("countdown", ANSWER_BLOCK.format(text), {}) == vote
     assert {extract_answer("countdown", text, {}) for text in ("25 + 3", "<answer>25")} == {None}

@@ -1,8 +1,10 @@
 """What the tasks ask: which questions they make, load and understand, and how they pose them."""
 
+import contextlib
 import hashlib
 import json
 import math
+import random
 import time
 from collections import Counter
 from fractions import Fraction
@@ -15,6 +17,7 @@ from test_verdicts import reward
 
 import countdown
 from engine.questions.tasks import is_in_split
+from engine.sampling.arithmetic import value_of
 from tasks import arithmetic, gsm8k, math500
 
 
@@ -53,6 +56,27 @@ def test_an_answer_in_a_file_may_be_only_the_number_and_must_be_one_that_is_paid
         gsm8k.parse_row(row, options=gsm8k.Options(grading="official"))
     row = {"problem": "What is $1 + 1$?", "answer": 2}
     assert math500.parse_row(row, options=math500.Options()) == row | {"answer": "2"}
+
+
+def test_countdown_reads_and_divides_as_engine_does_though_it_imports_nothing_of_it():
+    """Its own copies must not move training and validation, nor what the calculator computes."""
+    rng = random.Random(seed())
+    pieces = [*"+-*/()", "0", "7", "25", "46", "9" * 20]
+    for num in range(10_000):
+        key = f"{rng.sample(range(100), 3)} {num} é"
+        assert [countdown.is_in_split(key, split) for split in ("train", "validation")] == [
+            is_in_split(key, split) for split in ("train", "validation")
+        ]
+        tokens = rng.choices(pieces, k=rng.randint(1, 9))
+        assert value_or_none(countdown.value_of, tokens) == value_or_none(value_of, tokens), tokens
+    assert "engine" not in (ROOT / "countdown.py").read_text()
+    assert value_or_none(countdown.value_of, ["-"] * 199 + ["1"]) == -1
+    assert value_or_none(countdown.value_of, ["-"] * 200 + ["1"]) is None
+
+
+def value_or_none(reader, tokens: list[str]) -> Fraction | None:
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        return reader(tokens)
 
 
 generate = partial(load_rows, countdown, "generated")

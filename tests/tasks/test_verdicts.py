@@ -176,7 +176,7 @@ WAYS["gsm8k"] += [{"grading": "official"}, STYLE, STYLE | {"tag_grading": "stric
 WAYS["gsm8k"] += [{"answer_mark": "boxed"}]
 ALLOWED = {"answer": {0.0, 1.0}, "timeout": {0.0}, "length": {0.0, -0.5}, "ending": {0.0, -0.5}}
 ALLOWED |= {"integer": {-1.0, 0.0, 1.0}, "format": {-1.0, 0.0, 0.1, 0.5, 0.6, 1.0}}
-READ = {"countdown": r"\S+", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?[0-9.]*"}
+READ = {"countdown": r"\S(?s:[^ ]*)", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?[0-9.]*"}
 
 
 @every_task

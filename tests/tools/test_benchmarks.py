@@ -8,7 +8,7 @@ import torch
 from harness import ROOT, benchmark
 from transformers import AutoModelForCausalLM, GemmaConfig, GemmaForCausalLM
 
-from engine.model.sampler import copy_in
+from engine.sampling.sampler import copy_in
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, cal
     assert all(some.keys() == {"nums", "target", "completion"} for some in rows)
     other, file = make_policy(ROOT / "tiny", *SETTINGS), str(run / "answers.jsonl")
     other = make_run(other, config, questions=held_out)
-    read = imitate.read_answers(load_task("countdown"), config, file)
+    read = imitate.read_answers(load_task(config.task), config, file)
     chosen = imitate.choose_answers(other, read, file, only_solved=True)
     assert [answer.text for answer in chosen] == [text for _, text in texts]
 
@@ -30,7 +30,7 @@ def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, cal
 def test_an_answer_that_was_cut_off_is_not_collected(run, call, monkeypatch):
     """Who imitates it learns to stop in mid-sentence. Here every text is paid, and none ends."""
     paid = {"format": 1, "answer": 1}
-    monkeypatch.setattr(load_task("countdown"), "reward_function", lambda *_, **__: paid)
+    monkeypatch.setattr(countdown, "reward_function", lambda *_, **__: paid)
     short = ["--questions", 2, "--samples", 2, "training.max_new_gen_tokens=2"]
     assert "0 of 4 samples solve their question and end" in call(collect, run, *short)[1]
     assert read_jsonl(run / "answers.jsonl") == []

@@ -12,7 +12,7 @@ import numpy as np
 from harness import ROOT, benchmark
 from pandas import DataFrame
 
-from engine.core.statistics import pass_at_k as rate_of
+from engine.report.pass_at_k import pass_at_k as rate_of
 
 keep_run, kept_runs = benchmark("common").keep_run, benchmark("common").kept_runs
 RESULTS = ROOT / "results"

@@ -1,6 +1,4 @@
-"""`python -m tools.export`: what it refuses, and whom it shows an upload; see test_lora.py too."""
-
-from unittest import mock
+"""`python -m tools.export`: what it refuses, see test_lora.py and test_hub.py too."""
 
 import pytest
 
@@ -29,13 +27,3 @@ def test_no_file_that_was_found_chooses_the_attention(run, call):
     (run / "config.yaml").write_text("model: {attn_implementation: flash_attention_2}\n")
     assert call(export, run, "--4bit")[0] == 0
     assert (run / "merged-4bit/config.json").is_file()
-
-
-@pytest.mark.parametrize("public", [[], ["--public"]])
-def test_a_new_repository_is_private_unless_it_is_to_be_public(run, call, monkeypatch, public):
-    hub = mock.Mock()
-    monkeypatch.setattr(export, "HfApi", lambda: hub)
-    monkeypatch.setattr(export, "get_token", lambda: "some token")
-    assert call(export, run, "--push", "a/b", *public)[0] == 0
-    hub.create_repo.assert_called_once_with("a/b", private=not public, exist_ok=True)
-    hub.upload_folder.assert_called_once_with(repo_id="a/b", folder_path=run / "best")

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import signal
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,23 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import NUMBERS, make_config, make_policy, make_run, read_jsonl, saved_weights
+from harness import (
+    NUMBERS,
+    make_config,
+    make_policy,
+    make_run,
+    make_task,
+    read_jsonl,
+    saved_weights,
+)
 from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
 
+from engine.core.config import TaskSettings
 from engine.core.distributed import World
 from engine.questions.contract import Task
 from engine.questions.prompts import encode_prompts
-from engine.questions.tasks import is_in_split, load_task
+from engine.questions.tasks import is_in_split
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
 from engine.run.state import Run, State
@@ -29,7 +39,7 @@ from engine.update.optimizer import Outcome, Update
 from main import build_run
 from tools import imitate
 
-COUNTDOWN = load_task("countdown")
+COUNTDOWN = make_task("countdown")
 TRAIN = [n for n in NUMBERS if is_in_split(f"[{n}] {n}", "train")]
 HELD_OUT = [n for n in NUMBERS if n not in TRAIN]
 LORA = "model.lora={r: 2, dropout: 0.1}"
@@ -73,7 +83,7 @@ def begin(rotary_model_folder, tmp_path, answers, data, call) -> partial:
 
 def test_of_a_row_with_messages_the_last_answer_is_imitated():
     asked, answered = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}
-    task = Task("a.py", {"parse_row": lambda row, options: row})
+    task = Task("a.py", {"parse_row": lambda row, options: row}, TaskSettings())
     read = imitate.parse_answer(task, {"messages": [asked, answered], "n": 2}, options=None)
     assert read == {"question": {"prompt": [asked], "n": 2}, "completion": "4"}
 
@@ -143,7 +153,7 @@ def test_its_gradient_is_cross_entropys_row_by_row(rotary_model_folder, tmp_path
     read = imitate.read_answers(COUNTDOWN, run.config, str(file))
     chosen = imitate.choose_answers(run, read, str(file), only_solved=False)
     imitate.imitate(run, chosen)
-    how = {"task": COUNTDOWN, "options": run.config.task, "tokenizer": run.policy.tokenizer}
+    how = {"task": run.task, "tokenizer": run.policy.tokenizer}
     assert [t.prompt_ids for t in chosen] == encode_prompts(rows, **how)  # as RL's
     num_tokens = sum(len(run.policy.tokenizer.encode(text)) + 1 for text in texts)  # and ends
     loss = -sum(row_log_probs(model, t).sum() for t in chosen)
@@ -169,6 +179,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     monkeypatch.setattr(imitate, "update_policy", note)
     monkeypatch.setattr(imitate, "seeded", seeded := MagicMock())
     monkeypatch.setattr(imitate, "measure_and_log", lambda run: {})
+    monkeypatch.setattr(World, "ask_whether_to_stop", lambda world: None)
     taken = []
     for run.world in (harness.alone(), World(0, 2, harness.CPU), World(1, 2, harness.CPU)):
         run.state = State()
@@ -250,3 +261,23 @@ def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(tmp_path, begin,
     with pytest.raises(FloatingPointError, match=r"step 1: .*lower --learning-rate"):
         begin()
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize(("place", "step"), [("update_policy", 1), ("measure_policy", 0)])
+def test_after_a_signal_what_it_has_trained_is_written(tmp_path, begin, monkeypatch, place, step):
+    """Bug: a job's time limit cost all of it. In an evaluation before step 1 nothing is lost."""
+    function = getattr(imitate, place)
+
+    def signalled(run: Run, *arguments: object) -> object:
+        run.world.signals.note(signal.SIGTERM)
+        return function(run, *arguments)
+
+    monkeypatch.setattr(imitate, place, signalled)
+    status, output, _ = begin("--steps=3")
+    assert status == 143 and f"stopped by a signal after {step} of 3 steps" in output
+    folder = tmp_path / "x-imitation"
+    assert folder.exists() == ("train it: " in output) == (step > 0)
+    if step > 0:
+        assert [some["step"] for some in read_jsonl(folder / "imitation.jsonl")] == [0, 1]
+        assert "after step 1, and not measured" in (folder / "README.md").read_text()
+        assert saved_weights(folder)

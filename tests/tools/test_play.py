@@ -8,16 +8,14 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, make_policy, sample
+from harness import ROOT, make_policy, make_task, sample
 
 from engine.core.types import SeedWord
 from engine.questions.prompts import completion_text, encode_prompts
-from engine.questions.tasks import load_task, schema
 from tools import play
 
 INDEX = ROOT / "docs/play/index.html"
-TASK = load_task("countdown")
-OPTIONS = schema(TASK)().task
+TASK = make_task("countdown")
 WRITE = """([number, question, draw, temperature]) => {
   const model = models[number], begun = model.begin(promptOf(question));
   const answer = new Answer(model, begun, draw, temperature);
@@ -30,6 +28,19 @@ JUDGE = """(cases) => cases.map(([text, nums, target]) => {
 })"""
 
 
+PEEK = """() => [...document.querySelectorAll(".token")].map((token) => {
+  peek(token);
+  const box = byId("peek"), [place] = token.getClientRects();
+  const {left, right, top, bottom} = box.getBoundingClientRect();
+  const isInside = [...box.querySelectorAll("li, li > *")].every((part) => {
+    const inner = part.getBoundingClientRect();
+    return inner.left >= left && inner.right <= right;
+  });
+  const isBeside = top >= place.bottom || bottom <= place.top;
+  return isInside && isBeside && top >= 0 && bottom <= innerHeight ? null : token.textContent;
+})"""
+
+
 def parts(page: str) -> tuple[str, dict, str]:
     """The data of a page, and what stands before and behind it."""
     before, data, after = re.split(r'(?<=id="data">)(.*?)(?=</script>)', page, maxsplit=1)
@@ -38,6 +49,7 @@ def parts(page: str) -> tuple[str, dict, str]:
 
 DATA = parts(INDEX.read_text(encoding="utf-8"))[1]
 (NUMS, TARGET), *_ = DATA["questions"]
+WEIGHTS = DATA["reward_weights"]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +84,7 @@ def test_both_models_write_what_python_writes(number: int, page):
         for name, weight in policy.model.named_parameters():
             numbers = np.frombuffer(base64.b64decode(halves[name]), np.float16).astype(np.float32)
             weight.copy_(torch.from_numpy(numbers).view_as(weight))
-    question, how = {"nums": NUMS, "target": TARGET}, {"task": TASK, "options": OPTIONS}
+    question, how = {"nums": NUMS, "target": TARGET}, {"task": TASK}
     prompts = encode_prompts([question], tokenizer=policy.tokenizer, **how)
     ((greedy,),) = sample(policy, prompts, num_samples=1, backend="grouped", temperature=0.0)
     ids, log_probs, text = page.evaluate(WRITE, [number, question, 0, 0])
@@ -95,9 +107,48 @@ def test_the_rule_pays_what_countdown_pays(page, monkeypatch):
             example = {"nums": nums, "target": target}
             for text in (answer, ANSWER_BLOCK.format(answer)):
                 cases.append([text, [*map(str, nums)], str(target)])
-                paid.append(TASK.reward_function(text, example, options=OPTIONS, num_tokens=0))
+                paid.append(TASK.reward_function(text, example, options=TASK.options, num_tokens=0))
     assert page.evaluate(JUDGE, cases) == paid
     assert sum(part["answer"] for part in paid) > 10
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_likely_tokens_are_inside_their_box_which_is_on_the_screen(page, width):
+    """Bugs: a long token stretched the list beyond its box; on a phone it was below the screen."""
+    page.set_viewport_size({"width": width, "height": 700})
+    seen = page.evaluate(PEEK)
+    assert len(seen) > 60 and set(seen) == {None}
+
+
+def shown(page) -> tuple[list[list[str]], str]:
+    """The cells of the trained model's rows, and the line above them."""
+    card = page.locator("#groups .card").nth(1)
+    rows = [row.locator("> span").all_inner_texts() for row in card.locator(".row").all()]
+    return rows, card.locator("p").inner_text()
+
+
+def test_the_sliders_pay_what_was_written_anew(page):
+    page.evaluate("data.draws = 3")  # sixteen take long
+    page.click("#sixteen")
+    page.locator("#speed", has_text="tokens in").wait_for()
+    before, _ = shown(page)
+    given = [float(page.locator(f"[name={name}]").input_value()) for name in WEIGHTS]
+    assert given == [*WEIGHTS.values()]
+    page.fill("[name=length]", "-0.5")
+    after, line = shown(page)
+    lengths = [int(row[5]) for row in before]
+    assert len({*lengths}) > 1
+    paid = [float(row[2]) - n / 640 for row, n in zip(before, lengths, strict=True)]
+    assert [float(row[2]) for row in after] == pytest.approx(paid, abs=1e-3)
+    gains = [reward - sum(paid) / 3 for reward in paid]
+    assert [float(row[3]) for row in after] == pytest.approx(gains, abs=1e-3)
+    assert line.endswith(f": {sum(gain > 0 for gain in gains)} of 3 get likelier")
+    assert [row[4] for row in after] == [row[4] for row in before]
+    for name in ("answer", "format", "length"):
+        page.fill(f"[name={name}]", "0")
+    assert shown(page)[1].endswith(": nothing to learn")
+    for name, weight in WEIGHTS.items():
+        page.fill(f"[name={name}]", str(weight))
 
 
 def test_a_row_of_a_group_is_shown_above_and_leaves_the_group(page):

@@ -144,6 +144,7 @@ def test_every_metric_of_every_group_is_drawn_once_over_steps_or_over_minutes(tm
     figure = make_figure(groups, window=1)
     drawn = [axes.get_lines() for axes in figure.axes]
     assert [len(lines) for lines in drawn] == [2] * 6
+    assert all(step % 1 == 0 for step in figure.axes[-1].get_xticks())
     over_minutes = make_figure(groups, window=1, over="minutes").axes[2].get_lines()
     assert same(drawn[2][0].get_ydata(), [-1.5, 0.5])  # of the reward
     assert same(over_minutes[1].get_xdata(), [1.5, 3, 4, 5.5])

@@ -52,6 +52,7 @@ def write_run(folder: Path, *, steps: range = range(0, 41, 20), text: str = HOST
             sample = {"step": step, "split": "validation", "prompt": f"question {number}"}
             sample |= {"question": f"nums: {number}", "gold": {"nums": [number]}, "answer": None}
             sample |= {"completion": f"at {step}: {text}"}
+            sample |= {"solved": number == 1 and step > 0} if step != 20 else {}
             parts = {"format": 1.0, "answer": float(number)}
             samples.append(sample | {"reward": 1.0, "reward_parts": parts, "truncated": False})
             best, cut = f"best of {number}, {text}", completion("cut", 0.0, truncated=True)
@@ -230,7 +231,9 @@ def test_arrow_keys_move_the_evaluations_and_walk_through_the_tokens(visit, run)
     with visit(make_page(run).as_uri(), width=400) as page:
         samples, numbers = page.locator("#samples"), page.locator("#numbers")
         assert "of training" not in samples.inner_text()
-        assert samples.locator("h3").all_inner_texts() == ["nums: 0", "nums: 1"]
+        assert samples.locator("h3").all_inner_texts() == ["nums: 1", "nums: 0"]
+        assert samples.inner_text().startswith("1 of 2 are right, 0 at the start; first those")
+        assert "full colour at a probability" in page.locator("#legend").inner_text()
         for number in range(2):  # before training on the left, and the newest on the right
             before, after = samples.locator("section").nth(number).locator("article").all()
             assert "at 0:" in before.inner_text() and "at 40:" in after.inner_text()

@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from harness import ENVIRONMENT, ROOT, make_config
 from safetensors.torch import load_file, save_file
 from test_report import HOSTILE, completion, data_of, write_run
 
+import tools
 from engine.run.config_file import dump
 from tools import chat, report, serve
 from tools.page import files_of
@@ -129,6 +131,20 @@ def test_the_command_says_where_it_serves_and_ends_with_ctrl_c(python, run, call
     assert sorted(run.rglob("*")) == before  # it writes nothing
 
 
+def test_what_answers_is_imported_before_anybody_asks(run, monkeypatch):
+    """Bug: torch was imported at the first question, which took a minute beside a busy run."""
+    monkeypatch.setattr(tools, "chat", chat)
+    monkeypatch.delitem(sys.modules, "tools.chat")
+    monkeypatch.setattr(os, "nice", lambda by: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda server: None)
+    before = threading.enumerate()
+    serve.serve(argparse.Namespace(folder=run, port=0))
+    for thread in {*threading.enumerate()} - {*before}:
+        thread.join()
+    assert "tools.chat" in sys.modules
+
+
 def test_an_answer_is_what_the_chat_says_with_the_numbers_that_it_was_drawn_with(server):
     """And its tokens, as they came, are those of the whole: by the same random numbers."""
     config = chat.chat_config(chat.read_arguments([str(ROOT / "tiny"), SHORT]))
@@ -159,8 +175,8 @@ def test_two_models_draw_by_the_same_numbers_and_a_new_best_is_loaded(server, ru
     changed = {name: -tensor for name, tensor in weights.items()}
     save_file(changed, run / "best/model.safetensors", metadata={"format": "pt"})
     os.utime(run / "best", ns=(1, 1))  # as a run does, which puts a new folder in its place
-    asked, *after = ask(server, model=best)
-    assert asked["is_loading"] and after != before
+    _, *after = ask(server, model=best)
+    assert after != before
 
 
 @pytest.mark.parametrize(
@@ -221,7 +237,7 @@ def test_hostile_text_of_a_model_stays_text(page, monkeypatch):
     def answer(options, request, send) -> None:
         row = completion(HOSTILE, 1.0 if request["model"] == "tiny" else 0.0)
         row["tokens"][1] = "left" if request["model"] == "tiny" else "right"
-        send({"question": HOSTILE, "is_loading": True})
+        send({"question": HOSTILE})
         send({"prompt": HOSTILE})
         send({"token": HOSTILE, "log_prob": -1.0, "entropy": None})
         send({"row": row, "paid": HOSTILE, "read": HOSTILE})

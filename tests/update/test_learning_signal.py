@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import main
-from engine.core.statistics import add_to_mean
+from engine.core.measures import add_to_mean
 from engine.core.user_file import RewardError
-from engine.update import losses
+from engine.update import advantages, losses
 from main import assign_advantages, grpo_advantages, k_best_mask
 
 
@@ -30,7 +30,7 @@ def test_equal_rewards_give_exactly_zero(divide_by_std, dtype):
     """The mean of three 0.1 is not 0.1 in floating point, so a threshold would not do."""
     rewards = torch.full((1, 3), 0.1, dtype=dtype)
     assert grpo_advantages(rewards, divide_by_std=divide_by_std).tolist() == [[0, 0, 0]]
-    assert losses.over_mean(rewards).tolist() == [[0, 0, 0]]
+    assert advantages.over_mean(rewards).tolist() == [[0, 0, 0]]
     assert grpo_advantages(torch.tensor([[0.1, 0.1 + 1e-7]]), divide_by_std=divide_by_std).all()
 
 

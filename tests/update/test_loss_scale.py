@@ -16,12 +16,11 @@ from test_update import AT_ONCE, IN_BLOCKS, RATE
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import engine.run.start
+import engine.model.precision
 import main
 from engine.core.distributed import World
-from engine.model.load import choose_compute_dtype, load_model_and_tokenizer
-from engine.model.policy import INIT_SCALE
-from engine.report.metrics import WATCHED
+from engine.model.load import load_model_and_tokenizer
+from engine.model.precision import INIT_SCALE, choose_compute_dtype
 from engine.run.config_file import load_config
 from engine.run.state import Run
 from engine.update.optimizer import Outcome, Update
@@ -75,7 +74,7 @@ def test_an_update_is_the_same_at_every_loss_scale_that_fits(
             assert result.outcome is Outcome.OVERFLOWED and scaler.get_scale() == 2.0**exponent / 2
             assert not result.has_moved and np.array_equal(before, weights)
             assert result.metrics["train/loss"] == made[8][1]["train/loss"]
-            run.end_step(result, dict.fromkeys(WATCHED, 0.5), 0)
+            run.end_step(result, 0)
     assert run.state.skipped_steps == len(exponents) - len(made) > 1
     assert run.state.skipped_in_a_row == 0  # the search for a scale does not end the run
     last = max(made)
@@ -161,10 +160,10 @@ def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
     """A run of before there was a choice is in fp32, as if there were no hardware."""
     grade_by_text(monkeypatch)
     if given == ["another model"]:
-        monkeypatch.setattr(engine.run.start, "supports_dtype", lambda *_: False)
+        monkeypatch.setattr(engine.model.precision, "supports_dtype", lambda *_: False)
     hardware = {"avx512_bf16" if "avx512_bf16" in given else "amx_bf16": given != ["no hardware"]}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: hardware)
-    monkeypatch.setattr(engine.run.start, "MIN_SIZE", 32)  # products of any size count
+    monkeypatch.setattr(engine.model.precision, "MIN_SIZE", 32)  # products of any size count
     sizes = ["training.num_samples_per_step=1", "training.k_best_of_n=[2,2]"]
     sizes += ["training.max_new_gen_tokens=2", "validation.num_examples=1"]
     for num_steps in range(1, num_starts + 1):

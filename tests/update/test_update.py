@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 from harness import alone, make_policy, run_on_ranks, sample, seed
-from plain import plain_logits
+from one_pass import plain_logits
 from reference import EASY, GRPO, HARD, LONG, config_of, make_groups, trained, update, weights_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -1,6 +1,8 @@
 """An advantage and a loss of the user's own take the place of ours, and of nothing else."""
 
+import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from reference import EASY, EQUAL, GRPO, HARD, config_of, distance, make_groups,
 
 from engine.core.types import Trajectory
 from engine.update.optimizer import Outcome, make_optimizer
-from engine.update.user_algorithm import try_algorithm
+from engine.update.user_algorithm import own_loss, try_algorithm
 from main import assign_advantages
 
 README, DOCS = ((ROOT / name).read_text() for name in ("README.md", "docs/tasks.md"))
@@ -46,6 +48,14 @@ def unknown(rewards, **kwargs):
 
 def nan(rewards, **kwargs):
     return rewards / 0
+
+def unlikelihood(log_probs, old_log_probs, advantages, mask, **kwargs):
+    assert not log_probs[~mask].any()
+    likely = [log_probs, old_log_probs, kwargs["sampler_log_probs"], kwargs["ref_log_probs"]]
+    return sum((advantages < 0) * -torch.log1p(-each.exp()) for each in likely) - log_probs
+
+def sharp(log_probs, old_log_probs, *args, **kwargs):
+    return (log_probs - old_log_probs).abs().sqrt()
 
 def constant(log_probs, *args, **kwargs):
     return log_probs.detach()
@@ -117,6 +127,22 @@ def test_a_loss_of_ones_own_gets_the_rows_of_advantage_0_too(rotary_model_folder
     assert distance(gradient, expected) <= reference.FP32_ROUNDING
 
 
+def test_a_loss_of_ones_own_is_finite_where_a_drawn_token_is_certain():
+    """Bug: at probability 1 unlikelihood is infinite: no step was made, and the rate was blamed."""
+    options = ("training.policy_loss=my_algo:unlikelihood", "training.kl_coef=0.1")
+    try_algorithm(config_of(*GRPO, *options), alone())
+    log_probs = torch.tensor([[0.0, -1.0, 0.0, -1e-8, -0.5]], requires_grad=True)
+    mask, before = torch.tensor([[False, True, True, True, True]]), log_probs.detach()
+    batch = SimpleNamespace(completion_mask=mask, old_log_probs=before)
+    batch.sampler_log_probs = batch.ref_log_probs = before
+    loss = own_loss("my_algo:unlikelihood", batch, log_probs, torch.tensor([[-1.0]]))
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    assert loss.isfinite().all() and loss[0, 0] == 0
+    odds = [math.exp(p) / (1 - math.exp(p)) for p in (-1.0, -0.5)]
+    expected = torch.tensor([[0.0, odds[0] - 1, 0.0, 0.0, odds[1] - 1]])
+    assert torch.allclose(gradient, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("key", "name", "line"),
     [
@@ -124,6 +150,7 @@ def test_a_loss_of_ones_own_gets_the_rows_of_advantage_0_too(rotary_model_folder
         ("advantage", "unknown", r"my_algo.py, line \d+: unknown raised KeyError"),
         ("advantage", "nan", "training.advantage = my_algo:nan"),
         ("policy_loss", "constant", "no gradient"),
+        ("policy_loss", "sharp", "its loss or gradient is not finite"),
     ],
 )
 def test_a_mistake_costs_one_line_before_the_model_is_loaded(key, name, line):

@@ -2,27 +2,31 @@
 
 import copy
 import functools
+import traceback
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from engine import ROOT
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, Log, SamplingParams, Seed
-from engine.model.probes import supports_grouped
+from engine.core.types import Completion, DecodeLoop, Log, SamplingParams, Seed, no_log
 from engine.sampling.batches import kept_bytes, tokens_that_fit
-from engine.sampling.grouped import decode_grouped
-
-DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
+from engine.sampling.grouped import DecodeBatch, decode_grouped
 
 
 class LoopSampler:
     """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy."""
 
-    def __init__(self, model: nn.Module, trained: nn.Module, loop: DecodeLoop) -> None:
-        self.model, self.trained, self.loop = model, trained, loop
+    def __init__(
+        self, model: nn.Module, trained: nn.Module, loop: DecodeLoop | None = None
+    ) -> None:
+        self.model = model
+        self.trained = trained
+        self.loop = loop  # faster than the one that `decode` is given, if it fits the model
 
     def decode(
         self,
@@ -31,10 +35,12 @@ class LoopSampler:
         params: SamplingParams,
         *,
         on_progress: Callable[[int], None],
+        generate: DecodeLoop,
     ) -> list[Completion]:
         """Sample a group of completions of each prompt: N * G of them, question by question."""
+        loop = self.loop or generate
         with self.autocast():
-            return self.loop(self.model.eval(), prompts, seeds, params, on_progress=on_progress)
+            return loop(self.model.eval(), prompts, seeds, params, on_progress=on_progress)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -62,7 +68,7 @@ class LoopSampler:
 
 
 def sample_by_loop(
-    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World, loop: DecodeLoop
+    config: Config, model: nn.Module, compute_dtype: torch.dtype, world: World
 ) -> LoopSampler:
     """On the model itself or on a copy in the compute dtype, on the device.
 
@@ -70,14 +76,14 @@ def sample_by_loop(
     is made before the model is cut into shards: after that no rank has all weights.
     """
     if config.model.shard or model.dtype != compute_dtype:
-        return LoopSampler(copy_in(compute_dtype, model, world.device), model, loop)
-    return LoopSampler(model.eval(), model, loop)
+        return LoopSampler(copy_in(compute_dtype, model, world.device), model)
+    return LoopSampler(model.eval(), model)
 
 
 def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
     """Decode grouped if a group can share the model's cache, and on a GPU in CUDA graphs."""
     with sampler.autocast():
-        if not supports_grouped(sampler.model):
+        if not supports_grouped(sampler.model, log=log):
             log("this model's cache cannot be shared by a group: sampling.backend=generate")
             return sampler
         sampler.loop = decode_grouped
@@ -89,6 +95,54 @@ def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
             else:
                 log("this model's decode step cannot be captured in a CUDA graph: it is slower")
     return sampler
+
+
+@torch.no_grad()
+def supports_grouped(
+    model: nn.Module,
+    replayed: Callable[[DecodeBatch], Callable[[int], None]] | None = None,
+    log: Log = no_log,
+) -> bool:
+    """Whether grouped decoding computes the same log-probabilities as one plain forward.
+
+    With `replayed`, CapturedSteps, as CUDA graphs. A few tokens are decoded after two short made-up
+    prompts, one of them padded, and a row is dropped on the way. An error in our own files, which
+    may be our mistake and not the model's nature, is logged with its place.
+    """
+    prompts = [[i % model.config.vocab_size for i in ids] for ids in (range(1, 25), (25, 26))]
+    params = SamplingParams(5, 1.0, top_p=1.0, top_k=0, eos_ids=(), pad_id=0, group_size=2)
+    uniforms = torch.linspace(0.01, 0.99, 20).view(4, params.max_new_tokens)  # (B, T)
+    try:
+        batch = DecodeBatch(model, prompts, uniforms, params)
+        step = replayed(batch) if replayed else batch.step
+        step(26)
+        batch.select(torch.tensor([0, 2, 3], device=model.device))
+        for num_columns in (27, 28, 29):  # if replayed: as usual, captured, replayed once more
+            step(num_columns)
+        drawn = batch.drawn
+        mismatches = [
+            mismatch_of(model, prompts[row // 2], drawn.tokens[row], drawn.log_probs[row])
+            for row in (0, 2)
+        ]
+    except torch.OutOfMemoryError:  # a RuntimeError too
+        raise
+    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        is_ours = place.filename.startswith(str(ROOT / "engine"))
+        if is_ours and isinstance(error, AttributeError | TypeError):
+            log(f"{type(error).__name__} at {place.filename}:{place.lineno}: {error}")
+        return False
+    tolerance = 1e-3 if model.dtype == torch.float32 else 2**-6  # a few roundings of bf16
+    return all(mismatch <= tolerance for mismatch in mismatches)  # NaN is none
+
+
+def mismatch_of(model: nn.Module, prompt: list[int], tokens: Tensor, log_probs: Tensor) -> float:
+    """How far the log-probabilities (T,) of tokens (T,) are from a plain forward's, on average."""
+    ids = torch.cat([torch.tensor(prompt, device=model.device), tokens])
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    difference = (log_probs + F.cross_entropy(logits, tokens, reduction="none")).abs().mean()
+    # In multiples of the largest logit, whose rounding they have, or in nats if that is below 1
+    return float(difference / logits.abs().max().clamp(min=1.0))
 
 
 def copy_in(dtype: torch.dtype, model: nn.Module, device: torch.device) -> nn.Module:

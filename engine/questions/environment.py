@@ -14,12 +14,12 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
-from engine.core.statistics import Clock
+from engine.core.measures import Clock
 from engine.core.tensors import seeded
 from engine.core.types import PromptBatch, SamplingParams, Seed
 from engine.core.user_file import RewardError, naming_mistakes
-from engine.questions import prompts
-from engine.questions.contract import Task, assistant_prefix, pose
+from engine.questions import templates
+from engine.questions.contract import Task, assistant_prefix
 
 REPLY = "A made-up reply."
 LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
@@ -33,16 +33,17 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 def start_conversations(
     policy: Any,  # model/policy.py's Policy
     task: Task,
-    config: Config,
     questions: list[dict],
     seeds: list[Seed],
     params: SamplingParams,
     clock: Clock,
 ) -> PromptBatch:
     """The prompts, and a conversation with the task's Environment for each sample of them."""
-    turns, device, groups = Turns(policy.tokenizer, task), policy.model.device, []
+    turns = Turns(policy.tokenizer, task)
+    device = policy.model.device
+    groups = []
     room = (policy.context_length or 10**9) - params.max_new_tokens
-    limits = params.max_new_tokens, config.sampling.max_turns
+    limits = params.max_new_tokens, params.max_turns
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
         group = [
@@ -50,7 +51,7 @@ def start_conversations(
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
-        *others, last = pose(question, task=task, options=config.task)
+        *others, last = task.pose(question)
         last = last | {"content": last["content"] + turns.clean(min(texts))}
         prompt_ids += turns.encode(turns.render([*others, last]))
         if len(texts) > 1:
@@ -86,7 +87,8 @@ class Conversation:
     def reply(self, token_ids: list[int]) -> list[int] | None:
         """The ids that answer the turn which ends here; None if the conversation does."""
         before = self.turns.decode(self.prompt_ids + token_ids[: self.start])
-        text, self.num_turns = self.turns.decode(token_ids[self.start : -1]), self.num_turns + 1
+        text = self.turns.decode(token_ids[self.start : -1])
+        self.num_turns = self.num_turns + 1
         calls = self.turns.read_calls(text, before=before)
         replies = [self.call(call["name"], call.get("arguments")) for call in calls]
         if not calls and hasattr(self.environment, "respond"):
@@ -138,9 +140,10 @@ def problems_of_environment(
     task: Task, config: Config, tokenizer: PreTrainedTokenizerFast, question: dict
 ) -> Iterator[str]:
     """Why it cannot be played. The first is the one to mend: what comes later may rest on it."""
-    environment, model = task.Environment(), tokenizer.name_or_path
+    environment = task.Environment()
+    model = tokenizer.name_or_path
     responds = hasattr(environment, "respond")
-    prompt = pose(question, task=task, options=config.task)
+    prompt = task.pose(question)
     if not hasattr(environment, "reset"):
         yield "has no reset: write def reset(self, **example)"
     if not hasattr(environment, "get_reward") and task.reward_function is None:
@@ -149,15 +152,15 @@ def problems_of_environment(
         yield "replies alone: write sampling.calculator=null"
     if isinstance(prompt, str) or assistant_prefix(prompt):
         yield "needs generate_prompt to return messages, the last one the user's"
-    if prompts.end_of_turn(tokenizer) is None:
+    if templates.end_of_turn(tokenizer) is None:
         yield f"needs a chat template that ends turns by a special token, which {model} lacks"
     turns = Turns(tokenizer, task)
-    if prompts.tool_schemas(task) and not turns.tools and not responds:
+    if templates.tool_schemas(task) and not turns.tools and not responds:
         yield f"has tools, of which {model}'s chat template does not tell: write respond(message)"
     replies = [{"role": "user", "content": REPLY}] if responds else []
     if turns.tools:
         turn = made_up_turn(turns.names[:1])
-        written = turns.render([prompts.QUESTION, turn]).split(turns.end)[-2]
+        written = turns.render([templates.QUESTION, turn]).split(turns.end)[-2]
         if turns.read_calls(written, before="") != [turn["tool_calls"][0]["function"]]:
             yield f"has tools, but how {model} calls them is unknown: it has no response_template"
         replies += [{"role": "tool", "name": turns.names[0], "content": REPLY}]
@@ -170,24 +173,26 @@ class Turns:
     """How a model's chat template writes replies, and how the model writes calls of tools."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, task: Task):
-        self.tokenizer, tools = tokenizer, prompts.tool_schemas(task)
-        self.end_id = prompts.end_of_turn(tokenizer)  # this token asks for a reply
+        self.tokenizer = tokenizer
+        tools = templates.tool_schemas(task)
+        self.end_id = templates.end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)
         self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        render = functools.partial(prompts.apply_template, tokenizer=tokenizer)
-        plain, text = (render([prompts.QUESTION], tools=some) for some in ([], tools))
+        render = functools.partial(templates.apply_template, tokenizer=tokenizer)
+        plain, text = (render([templates.QUESTION], tools=some) for some in ([], tools))
         self.tools = tools if text != plain else []  # not every template tells the model of tools
         self.names = [tool["function"]["name"] for tool in self.tools]
         self.render = functools.partial(render, tools=self.tools)
 
     def encode(self, text: str) -> list[int]:
-        text = prompts.whole_characters(text)
+        text = templates.whole_characters(text)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def clean(self, text: str) -> str:
         """The text without special tokens, with which it could end the turn that it stands in."""
         # They are found in its ids: a normalizer may make one of other characters.
-        text, special = prompts.whole_characters(text), prompts.special_ids(self.tokenizer)
+        text = templates.whole_characters(text)
+        special = templates.special_ids(self.tokenizer)
         while not special.isdisjoint(ids := self.encode(text)):
             text = self.decode([i for i in ids if i not in special])
         return text
@@ -199,8 +204,9 @@ class Turns:
         would not do: Qwen3 and Phi-3 write earlier turns in another way once a reply is there.
         """
         called = [reply["name"] for reply in replies if "name" in reply]
-        chat = [prompts.QUESTION, made_up_turn(called)]
-        before, text = self.render(chat), self.render(chat + replies)
+        chat = [templates.QUESTION, made_up_turn(called)]
+        before = self.render(chat)
+        text = self.render(chat + replies)
         rest = text.split(self.end, before.count(self.end))[-1]
         return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
 
@@ -221,4 +227,4 @@ def made_up_turn(calls: list[str]) -> dict:
     """A turn of the model that calls these tools, or that only says something."""
     functions = [{"name": name, "arguments": {"a": 1}} for name in calls]
     called = [{"type": "function", "function": function} for function in functions]
-    return prompts.TURN | ({"content": "", "tool_calls": called} if calls else {})
+    return templates.TURN | ({"content": "", "tool_calls": called} if calls else {})

@@ -1,53 +1,15 @@
-"""Time, means over ranks, pass@k with its interval."""
+"""How many questions are solved: pass@k, votes, and 95% intervals."""
 
-import contextlib
 import math
 import statistics
-import time
-from collections.abc import Iterator
 
 import numpy as np
-import torch
-from torch import Tensor
-
-from engine.core.distributed import World
-
-
-class Clock:
-    """Seconds spent in each phase since the last reading: `with clock("rollout"): ...`."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-
-    def read(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, {}
-        return {f"time/{phase}_s": value for phase, value in seconds.items()}
-
-
-def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) -> dict[str, float]:
-    """Means over all ranks of (sum, count) pairs; a metric whose count is 0 is left out."""
-    pairs = [torch.as_tensor(pair, dtype=torch.float64, device="cpu") for pair in sums.values()]
-    totals = world.sum(torch.stack(pairs)).tolist()
-    return {name: total / count for name, (total, count) in zip(sums, totals, strict=True) if count}
-
-
-def add_to_mean(sums: dict[str, Tensor], name: str, values: Tensor, mask: Tensor) -> None:
-    """Add the values (B, T) where the mask is True to a metric's (sum, count), a tensor (2,)."""
-    if values.device.type == "mps":  # Apple's GPU, which has no float64
-        values, mask = values.cpu(), mask.cpu()
-    pair = torch.where(mask, values, 0).sum(dtype=torch.float64), mask.sum(dtype=torch.float64)
-    sums[name] = sums.get(name, 0.0) + torch.stack(pair)
 
 
 def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
     """pass@k, with the 95% interval of pass@1, from solved (questions, samples) of 0 and 1."""
-    num_samples, counts = solved.shape[1], solved.sum(axis=1).astype(int)
+    num_samples = solved.shape[1]
+    counts = solved.sum(axis=1).astype(int)
     low, high = confidence_interval(solved.mean(axis=1), is_binary=num_samples == 1)
     rates = {"eval/pass@1": solved.mean(), "eval/pass@1_low": low, "eval/pass@1_high": high}
     rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
@@ -74,7 +36,9 @@ def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:
 
 def confidence_interval(rates: np.ndarray, *, is_binary: bool) -> tuple[float, float]:
     """95% interval of the mean of `rates` (questions,), each the share of right samples of one."""
-    n, mean, z = len(rates), float(rates.mean()), 1.96
+    n = len(rates)
+    mean = float(rates.mean())
+    z = 1.96
     if is_binary:  # Wilson's interval
         centre = (mean + z**2 / (2 * n)) / (1 + z**2 / n)
         half = z / (1 + z**2 / n) * math.sqrt(mean * (1 - mean) / n + z**2 / (4 * n**2))

@@ -2,7 +2,7 @@
 
 from harness import cpu_seconds
 
-from engine.core.arithmetic import MAX_CHARS, evaluate_expression
+from engine.sampling.arithmetic import MAX_CHARS, evaluate_expression
 
 RESULTS = [  # exact, and without needless zeros
     *[("12*3", "36"), ("(1.5+2)/4", "0.875"), ("2+3*4", "14"), ("(2+3)*4", "20"), ("0-0", "0")],

@@ -68,5 +68,6 @@ def value_of(tokens: list[str]) -> Fraction:
 def apply_pending(pending: list[str], values: list[Fraction], *, min_precedence: int) -> None:
     """Apply pending operators, the last one first, until a "(" or one below `min_precedence`."""
     while pending and PRECEDENCE.get(pending[-1], 0) >= min_precedence:
-        name, right = pending.pop(), values.pop()
+        name = pending.pop()
+        right = values.pop()
         values.append(-right if name == "negate" else OPERATIONS[name](values.pop(), right))

@@ -1,0 +1,44 @@
+"""In which dtype a run computes: its weights are multiplied in bf16, in float16 or in fp32."""
+
+import torch
+from torch import nn
+
+from engine.core.config import ModelSettings
+from engine.model.probes import supports_dtype
+
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16")  # by which a CPU multiplies bf16
+MIN_SIZE = 512  # of the hidden states, from which on it gains by that
+# float16's loss scale at the start: SmolLM2's gradients do not overflow at it. It doubles after so
+# many updates in a row that did not overflow; one that does throws a step away.
+INIT_SCALE = 2.0**14
+GROWTH_INTERVAL = 100
+
+
+def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
+    if settings.compute_dtype != "auto":
+        return getattr(torch, settings.compute_dtype)
+    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU does, in hardware."""
+    return any(torch.cpu.get_capabilities().get(name) for name in BF16_INSTRUCTIONS)
+
+
+def gains_by_bf16(model: nn.Module) -> bool:
+    """Whether a model in fp32 is faster in bf16 on this CPU, at logits near those in fp32."""
+    is_large = getattr(model.config, "hidden_size", 0) >= MIN_SIZE
+    return multiplies_bf16() and is_large and supports_dtype(model, torch.bfloat16)
+
+
+def make_grad_scaler(compute_dtype: torch.dtype, device: torch.device) -> torch.amp.GradScaler:
+    """For arithmetic in float16; else it is off, a factor of 1."""
+    return torch.amp.GradScaler(
+        device.type,
+        init_scale=INIT_SCALE,
+        growth_interval=GROWTH_INTERVAL,
+        enabled=compute_dtype == torch.float16,
+    )

@@ -1,0 +1,70 @@
+"""What completions earn: the parts of their rewards, the weighted sum, the answer that is read."""
+
+import contextlib
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+from engine.core.config import TaskSettings
+from engine.core.user_file import RewardError, line_of, naming_mistakes
+from engine.questions.contract import Task, is_reward
+
+
+def reward_parts(
+    task: Task, texts: list[list[str]], examples: list[dict], groups: list[list]
+) -> list[list[dict[str, float | None]]]:
+    """What a task pays for each completion of each question; RewardError if that is no number.
+
+    `groups` are the texts' Completions, [[None]] to try it. A part that does not apply is None.
+    """
+    with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
+        if task.reward_groups is not None:
+            return task.reward_groups(texts, examples, groups)
+        return [
+            [parts_of(task, text, example, c) for text, c in zip(some, group, strict=True)]
+            for some, example, group in zip(texts, examples, groups, strict=True)
+        ]
+
+
+def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str, float]:
+    """What reward_function and Environment pay for a completion; a number is the part `answer`."""
+    parts = {}
+    payer = "get_reward"
+    if task.reward_function is not None:
+        payer = "reward_function"
+        num_tokens = len(completion.token_ids) if completion else 0
+        # The function gets a copy: a change of the question would stay for the whole run.
+        question = copy.deepcopy(example)
+        with naming_mistakes(task.file, task.reward_function, example):
+            parts = task.reward_function(
+                text, question, options=task.options, num_tokens=num_tokens
+            )
+        parts = {"answer": parts} if is_reward(parts) else parts
+    if completion and completion.conversation and isinstance(parts, dict):
+        parts = parts | completion.conversation.reward()
+    for name in task.REWARD_PARTS:
+        value = parts.get(name) if isinstance(parts, dict) else None
+        if not is_reward(value):
+            wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
+            found = f"not {parts!r:.80}: {name} is missing or no finite number"
+            where = line_of(task.file, function=task.reward_function)
+            raise RewardError(f"{where}: {payer} {wanted}, {found}: question {example!r:.200}")
+    return {name: float(parts[name]) for name in task.REWARD_PARTS}
+
+
+def total_reward(parts: dict[str, float | None], weights: dict[str, float]) -> float:
+    """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
+    return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
+
+
+def default_weights(functions: Iterable[str]) -> dict[str, float]:
+    """What the parts of a reward weigh, by default: task.reward's functions, or a task's parts."""
+    return dict.fromkeys(functions, 1.0) or TaskSettings().reward_weights
+
+
+def read_answer(task: Task, text: str, example: dict) -> str | None:
+    """The answer in a completion; None if there is none, or the task reads none."""
+    if task.extract_answer is None:
+        return None
+    with naming_mistakes(task.file, task.extract_answer, example):
+        return task.extract_answer(text, copy.deepcopy(example), options=task.options)
