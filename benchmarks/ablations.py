@@ -6,6 +6,7 @@
     python benchmarks/ablations.py --draw                     # only the table and the picture
     python benchmarks/ablations.py --lab hard                 # the same of questions that are hard
     python benchmarks/ablations.py --lab symptoms             # broken runs and sound ones
+    python benchmarks/ablations.py --lab smollm2              # a real model, see below
 
 Each run takes 40 steps on one process with one thread, and as many samples a step as the default on
 two ranks. "default" is here the one before today's, with which these runs were made. A run that is
@@ -19,6 +20,16 @@ The lab "symptoms" has the bugs of docs/exercises, each in a copy and by the com
 rewards that teach the wrong thing, and sound runs, of the default's length; with seed 1 kl_coef is
 1e-12, so that KL is measured. What those runs warn of is kept too, in columns such as remark/alike.
 benchmarks/symptoms.py reads them.
+
+The lab "smollm2" asks whether the claims hold for SmolLM2-135M-Instruct, which adds numbers. It
+begins from a model that imitated forty written answers (FOLDER is the model's: see
+configs/arithmetic-smollm2.yaml). "smollm2-tuning" is its pilot: the default for longer, on 64 sums
+that neither split of the lab has, of which the first evaluation between 0.5 and 0.85 says how many
+steps the lab's runs have.
+
+    python -m tools.imitate FOLDER results/smollm2-answers.jsonl --steps 10 --learning-rate 1e-5 \
+        --out runs/smollm2-warm task.name=arithmetic "task.system_prompt=You add numbers." \
+        training.num_samples_per_step=8 validation.num_examples=64 validation.best_of_n=2
 
 The lab "hard" (configs/countdown-tiny-hard.yaml) has rows of its own, also of variants for which
 there is no key (switched.py); its files are named hard instead of ablations. A step of some rows is
@@ -47,9 +58,7 @@ from engine.run.config_file import load_config, read_file
 from tools.plot import BEST_OF, COLORS, STYLE, Table, curve_of, points, read_table
 
 NUM_STEPS = 40
-DEFAULTS_STEPS = load_config([]).training.num_steps
 CLOSE = 0.02  # a smaller difference in pass@1 is called none by the picture's title
-TITLES = ("pass@1", f"best of {load_config([]).validation.best_of_n}")
 LABS = {
     "ablations": [  # the default that its runs were made with
         "training.learning_rate=2e-4",
@@ -58,9 +67,28 @@ LABS = {
     ],
     "hard": ["--config", "configs/countdown-tiny-hard.yaml"],
     "symptoms": [],
+    "smollm2": [
+        "model.name=runs/smollm2-warm",
+        "model.attn_implementation=eager",
+        "task.name=arithmetic",
+        "task.system_prompt=You add numbers.",
+        "training.num_samples_per_step=4",
+        "training.k_best_of_n=[8, 8]",
+        "training.max_new_gen_tokens=24",
+        "training.micro_batch_tokens=1024",
+        "training.learning_rate=1e-5",
+        "training.lr_schedule=constant",
+        "training.warmup_steps=0",
+        "validation.num_examples=256",
+        "validation.best_of_n=4",
+        "validation.pass_k=[1]",
+    ],
 }
 # Where settings are chosen: 512 questions that are in neither split
 LABS["hard-tuning"] = [*LABS["hard"], "task.eval=results/hard-tuning.jsonl"]
+TUNING = ["task.eval=results/smollm2-tuning.jsonl", "validation.num_examples=64"]
+LABS["smollm2-tuning"] = [*LABS["smollm2"], *TUNING]
+STEPS = {"symptoms": load_config([]).training.num_steps, "smollm2": 16, "smollm2-tuning": 32}
 # Losses for a sampler that lags behind: name, keys, switches
 OWN, DPPO = "training.policy_loss=benchmarks.own:", "training.policy_loss=dppo"
 STALE = {
@@ -154,6 +182,7 @@ LABELS = {
     "answer": "no reward for the form",
     "answer-zscore": "no reward for the form, standard deviation",
     "rloo": "your own advantage: leave one out (RLOO)",
+    "over-mean": "advantages divided by the mean (MaxRL)",
     "answer-over-mean": "no reward for the form, over the mean (MaxRL)",
     "most-varied-half": "only the more varied half of each group",
     "fresh-questions": "groups of equals drawn anew (DAPO)",
@@ -274,6 +303,23 @@ def make_tuning_rows(questions: int) -> dict[str, list[str]]:
     return rates | {name: [] for name in EVOLUTIONS}
 
 
+def make_smollm2(questions: int) -> dict[str, list[str]]:
+    """Of the claims of three seeds those that a model that adds numbers can be asked about."""
+    ours, hard = make_rows(questions, "smollm2"), make_hard_rows(questions)
+    rows = {name: ours[name] for name in ("default", "sil-1", "kl-0.02", "zscore")}
+    for name in ("stale-8", "stale-8-ppo", "stale-8-centered", "only-right", "random-reward"):
+        rows[name] = hard[name]
+    return rows | {
+        "lora-r1-lr-x10": ["model.lora={r: 1}", *ours["lora-r8-lr-x10"][1:]],
+        "sign-sgd": ours["lr-x2"],
+        "over-mean": ["training.advantage=over_mean"],
+    }
+
+
+def make_smollm2_pilot(questions: int) -> dict[str, list[str]]:
+    return {"default": []}
+
+
 def make_symptoms(questions: int) -> dict[str, list[str]]:
     """Runs whose end is known by what they are: SOUND, and rewards and bugs that break them."""
     hub, files = COPIES / "bug-10/hub", COPIES / "bug-9"
@@ -316,6 +362,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two tiny steps: does it run?")
     options = parser.parse_args()
     makers = {"hard": make_hard_rows, "hard-tuning": make_tuning_rows, "symptoms": make_symptoms}
+    makers |= {"smollm2": make_smollm2, "smollm2-tuning": make_smollm2_pilot}
     rows = makers.get(options.lab, make_rows)(
         2 if options.quick else questions_per_step(LABS[options.lab])
     )
@@ -352,15 +399,17 @@ def run_all(rows: dict[str, list[str]], file: Path, options: argparse.Namespace)
             name = f"{row}-s{seed}"
             if name not in kept:
                 where = [f"run.dir={folder}", f"run.name={name}", f"training.seed={seed}"]
-                steps = DEFAULTS_STEPS if options.lab == "symptoms" else NUM_STEPS
+                steps = STEPS.get(options.lab, NUM_STEPS)
                 sizes = QUICK if options.quick else [f"training.num_steps={steps}"]
                 questions = 2 if options.quick else questions_per_step(LABS[options.lab])
                 sizes = [f"training.num_samples_per_step_global={questions}", *sizes]
                 if options.lab == "symptoms":
                     sizes += ["training.kl_coef=1e-12"] * (seed == 1)
+                elif options.lab == "smollm2-tuning":
+                    sizes.append("validation.every=4")
                 elif options.lab != "ablations":  # a curve over minutes needs more points
-                    every = 10 if row in ("default", *AT_EQUAL_MINUTES) else NUM_STEPS
-                    sizes.append(f"validation.every={every}")
+                    is_curve = options.lab == "hard" and row in ("default", *AT_EQUAL_MINUTES)
+                    sizes.append(f"validation.every={10 if is_curve else steps}")
                 commands[name] = [*program_of(row), *LABS[options.lab], *where, *sizes, *rows[row]]
                 if row.startswith("stale-"):
                     shutil.rmtree(folder / name, ignore_errors=True)
@@ -425,6 +474,10 @@ def last_values(runs: dict[str, DataFrame], row: str) -> np.ndarray:
     return np.array(values).reshape(-1, 3)
 
 
+def titles(lab: str) -> tuple[str, str]:
+    return "pass@1", f"best of {load_config(LABS[lab]).validation.best_of_n}"
+
+
 def shown(values: np.ndarray, decimals: int) -> str:
     """The mean and, of several seeds, their range."""
     mean, low, high = (f"{value:.{decimals}f}" for value in (values.mean(), *bounds(values)))
@@ -440,7 +493,7 @@ def write_table(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Pa
     by_hand = file.with_suffix(".yaml")
     remarks = read_file(by_hand) if by_hand.exists() else {}
     lines = [
-        f"| row | changed | seeds | {' | '.join(TITLES)} | minutes | what one sees |",
+        f"| row | changed | seeds | {' | '.join(titles(file.stem))} | minutes | what one sees |",
         "|---|---|---|---|---|---|---|",
     ]
     for row, overrides in rows.items():
@@ -475,8 +528,8 @@ def at_equal_minutes(runs: dict[str, DataFrame], row: str) -> str:
 
 def write_quarrels(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> None:
     """Of the rows in quarrels.yaml what was expected, and what came; with a picture of them."""
-    titles = ["row", "loss of a token", "from", "expected", "seeds", *TITLES, "against"]
-    lines, shown_rows = [titles, ["---"] * len(titles)], {"default"}
+    heads = ["row", "loss of a token", "from", "expected", "seeds", *titles("hard"), "against"]
+    lines, shown_rows = [heads, ["---"] * len(heads)], {"default"}
     for name, row in read_file(ROOT / "results/quarrels.yaml").items():
         values, others = last_values(runs, name), {}
         if len(values):
@@ -532,7 +585,10 @@ def draw(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> 
         axes.set(
             xlim=(0, None), yticks=range(len(names)), yticklabels=[LABELS[name] for name in names]
         )
-        axes.set(xlabel=f"pass@1 after {NUM_STEPS} steps", ylim=(-0.7, len(names) - 0.3))
+        axes.set(
+            xlabel=f"pass@1 after {STEPS.get(file.stem, NUM_STEPS)} steps",
+            ylim=(-0.7, len(names) - 0.3),
+        )
         figure.savefig(file, dpi=200)
     print(f"written: {file}")
 
