@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from ablations import SOUND  # first: modules
 from common import kept_runs
-from engine.core.statistics import confidence_interval
+from engine.report.pass_at_k import confidence_interval
 from pandas import DataFrame, Series
 
 from engine import ROOT
