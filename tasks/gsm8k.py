@@ -219,8 +219,9 @@ JOINED = re.compile(
 )
 OTHER = re.compile(  # a digit, a bracket that a sign joins, a number word (but not ten-dollar)
     rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?:-|[ ]an?[ ])(?:third|quarter)
-    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tent(?=h)
-      |eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})(?!\w{{0,4}}(?:-[a-z]|h[ ][a-z]+s\b))""",
+    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine
+      |tent(?=h)|eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})
+      (?!\w{{0,4}}(?:-[a-z]|h[ ][a-z]+s\b))""",
     re.VERBOSE,
 )
 # A dash may be a minus. Then the number is not 85, and whether it is -85 is anyone's guess.
