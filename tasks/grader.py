@@ -179,10 +179,9 @@ def normalise(text: str) -> str:
     text = read_group(tokens, depth=0)
     for _ in range(MAX_DEPTH):  # {{7}} is 7
         text = text[1:-1] if text.startswith("{") and encloses(text) else text
-    text = FACTOR.sub(r"\\times", text.strip(" ;,").removesuffix("."))
+    text = FACTOR.sub(r"\\times", MIXED.sub(improper, text.strip(" ;,").removesuffix(".")))
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):
         text = DEGREES.sub(r"(\\frac{\\pi}{180}\\times \1)", text)
-    text = MIXED.sub(improper, text)
     return TOWER.sub(tower_value, LOG_OF_NUMBER.sub(r"\1(\2)", text))
 
 
@@ -263,10 +262,8 @@ GREEK = (
     r"(?:[bz]?eta|theta|(?:var)?(?:epsilon|phi)|alpha|gamma|delta|kappa|lambda|mu|nu|xi|rho|sigma"
     rf"|tau|chi|psi|omega|ell|{CAPITAL})(?![a-zA-Z])"
 )
-DEGREES = re.compile(  # of an angle: a number, a letter, a fraction, what stands in brackets
-    rf"((?:[0-9.]|(?<![a-zA-Z\\])[a-zA-Z]|\\{GREEK}|[({{][^(){{}}]*[)}}]|\\frac(?:\{{[^{{}}]*\}}){{2}})+)"
-    r"(?:\^\{\\circ\}|\\text\{degrees?\})"
-)
+ANGLE_PART = rf"[0-9.]++|(?<![a-zA-Z\\])[a-zA-Z]|\\{GREEK}|\\frac|(?<![\^_])[({{][^(){{}}]*[)}}]"
+DEGREES = re.compile(rf"((?:{ANGLE_PART}){{1,6}}+)(?:\^\{{\\circ\}}|\\text\{{degrees?\}})")
 CONSTANT = rf"(?:[^a-zA-Z\\<>=,]|[ei](?![a-zA-Z])|\\{FUNCTIONS})"
 VARIABLE = rf"(?:[a-zA-Z]|\\{GREEK})(?:_\{{[^{{}}]*\}})?(?:\([a-z]\))?"
 NAME = re.compile(
@@ -287,17 +284,16 @@ UNIT_SPELLINGS = (
     "person/people man/men woman/women child/children ^{2}/square/sq ^{3}/cubic"
 )
 UNITS = {name: unit.split("/")[0] for unit in UNIT_SPELLINGS.split() for name in unit.split("/")}
-NOUN = re.compile(r"(?:[a-z]{3,} )?[a-z]+[^isu]s(?: per [a-z]{3,})?")
+PARTS = "(?:illion|hundred|thousand|tie|teen|twelf|leven|ten|nin|eigh|seven|six|fif)th"
+NOUN = re.compile(  # no million and no part, such as millionths, by their form
+    rf"(?!.*(?:illion|{PARTS})s?\b)(?:[a-z]{{3,}} )?[a-z]+[^isu]s(?: per [a-z]{{3,}})?"
+)
 CHANGING_WORDS = (
     "and not nor but than more less fewer least most about above below under over minus negative "
     "mod modulo base times power squared cubed factorial pi zero one two three four five six seven "
     "eight nine ten twelve twenty dozen score gross hundred thousand lakh crore myriad half halve "
     "pair duo trio quartet quintet sextet octet third quarter fourth percentage basis plus without "
     "couple wrong false incorrect never always perhap yes was has doe"
-)
-
-PART = re.compile(  # millions, thirteenths and all others by their form, but not months
-    "[a-z]*(?:illion|(?:illion|hundred|thousand|tie|teen|twelf|leven|ten|nin|eigh|seven|six|fif)th)"
 )
 
 
@@ -343,7 +339,6 @@ def split_unit(value: str) -> tuple[str, str]:
     unit = " ".join(units)
     is_known = UNITS.keys() >= {*units} and not unit.startswith("^")
     is_changing = not {*words, *units}.isdisjoint(CHANGING_WORDS.split())
-    is_changing |= any(map(PART.fullmatch, singular))
     is_noun = text and NOUN.fullmatch(" ".join(words)) and literal(number) is not None
     return (number, unit) if is_known or (is_noun and not is_changing) else (value, "")
 

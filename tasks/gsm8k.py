@@ -156,7 +156,9 @@ MINUS = "\N{MINUS SIGN}"
 GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])")
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
 # What may stand before a number: $18, **18**, (18), = 18, \boxed{18}, US$18
-OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?(?:[A-Z]{1,3}(?=\\?[$€£¥₹]))?"""
+OPENING = (
+    r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?(?:[A-Z]{1,3}[ ]?(?=\\?[$€£¥₹]))?"""
+)
 # Words and signs behind it that make another number of it
 LARGE = "(?:hundred|thousand|[a-z]{1,9}illion|lakh|crore|doz(?:en)?)s?"
 CHANGED = "(?:(?:doubl|tripl|quadrupl|halv)ed)"
@@ -164,9 +166,8 @@ NOT_CHANGED = rf"""(?!
       !  | [^\S\r\n]{{0,20}}[kKMB](?![A-Za-z&-])                    # 5!  5k  5 k
     | [^\W\d_\x00-\u024f]                                       # a letter of another script
     | [^\S\r\n]{{0,20}}-?(?i:
-          (?:{LARGE}|{CHANGED}|grand|score|pairs?|couples?|[bmt]n|mi[lo]|[bm]ln|twice|thrice
-          |squared|cubed|half(?!-[a-z]+[ ][a-z])|halves|thirds
-          |third(?![ ][a-z]+s\b)|(?:fif|nin)ths)\b
+          (?:{LARGE}|{CHANGED}|grand|score|pairs?|couples?|[bmt]l?n|mi[lo]|twice|thrice|squared
+          |cubed|halves|half(?!-[a-z]+\ [a-z])|third(?!-[a-z]|\ [a-z]+s\b)|(?:third|fifth|ninth)s)\b
         | and[ ](?:a|an|one|two|three)[ ](?:hal|third|quarter|fourth|fifth|sixth|eighth|tenth)
         | (?:%|percent|per[ ]cent)[ ]of\b
     ))"""
@@ -202,26 +203,26 @@ IGNORED = re.compile(  # replaced by "(", so that OTHER still finds the "+ (" of
       (?:[^()\[\]] | [(\[][^()\[\]]{{0,200}}[)\]]){{0,500}}+[)\]]""",
     re.VERBOSE,
 )
-# What may stand right behind the number and makes an expression, a bound or no answer of it
+# What stands right behind the number and makes an expression, a bound, a guess or no answer of it
 UNKNOWN = r"(?![ai][ ]\w)(?:[a-z]|pi)(?![\w'/-])"
 JOINED = re.compile(
     rf"""[\s*_$`"')\]}}(,\\]{{0,20}}(?:
-      [+<>≤≥≠≈±√÷\xd7] | \^(?!\{{?\\?circ) | (?<=\s)[*](?=\s) | -?ish\b  # 5 + tax  5ish
-    | (?:[a-z]?\s?[-*{MINUS}]|[a-z]\s?[+<>=^]|/(?!\s?[dhms]\b))\s{{0,3}}{UNKNOWN}  # 5 - k
-    | (?:[nxyz]|pi)(?![\w'/-])                                        # 5x, but 5 g
+      [+<>≤≥≠≈±√÷\xd7?~] | => | \^(?!\{{?\\?circ) | (?<=\s)[*](?=\s\w) | -?ish\b  # 5 + tax  5ish
+    | (?:[a-z]?\s?[^\w\s.=/°'"]|[a-z]\s?=|/(?!\s?[dhms]\b))\s{{0,3}}{UNKNOWN}    # 5 - k  5a = b
+    | (?:[nxyz\u03b1-\u03c9]|pi|sqrt)(?![\w'/-])                                # 5x, but 5 g
     | (?:[a-z]{{1,20}}[ ]){{0,5}}(?:as|than|times|by|over)[ ]{UNKNOWN}  # 5 times as many as k
-    | (?:or|plus|minus|divided|multiplied|mod|modulo|approx\w*|roughly)\b
-    | (?:[a-z]{{3,20}}[ ])?(?:at[ ](?:most|least)|(?:min|max)imum|tops|(?:up|down)wards?
-      |(?:and|or)[ ](?:up|more|less|fewer|so|over|under|above|below|counting|higher|lower))\b
-    | (?:is|was|would[ ]be)[ ](?:wrong|incorrect|false)\b | (?:no|not|wrong|incorrect|false)\W*\Z
-    | (?:is|was)(?:[ ]not|n.?t)[ ].{{0,20}}\b(?:answer|right|correct|it|true)\b)""",
+    | (?:[a-z]{{3,20}}[ ])?(?:at[ ](?:a[ ])?(?:most|least|m(?:in|ax))|(?:min|max)imum|tops
+      |(?:up|down)wards?|(?:and|or)[ ](?:up|more|less|so|over|under|above|below|counting|\w+er))\b
+    | (?:or|plus|minus|divided|multiplied|mod|modulo|factorial|approx|approximately|roughly|about
+      |nearly|almost|max)\b(?!-) | (?:no|nope|not|wrong|incorrect|false)\W*\Z
+    | (?:is|was|seems|(?:would|can.{{1,3}})[ ]be)[ ](?:an?[ ]|the[ ])?(?:wrong|incorrect|false)\b
+    | (?:is|was|can)(?:[ ]?not|n?.?t)[ ].{{0,20}}\b(?:answer|right|correct|it|true)\b)""",
     re.VERBOSE,
 )
 OTHER = re.compile(  # a digit, a bracket that a sign joins, a number word (but not ten-dollar)
     rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?:-|[ ]an?[ ])(?:third|quarter)
-    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine
-      |tent(?=h)|eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})
-      (?!\w{{0,4}}(?:-[a-z]|h[ ][a-z]+s\b))""",
+    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tent(?=h)
+      |eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})(?!\w{{0,4}}(?:-[a-z]|h\ [a-z]+s\b))""",
     re.VERBOSE,
 )
 # A dash may be a minus. Then the number is not 85, and whether it is -85 is anyone's guess.
@@ -229,20 +230,15 @@ BEFORE = rf"""(?P<dash>(?:[\u02d7\u2010-\u2015\u2043\u207b\u208b\u2796\u2e3a\u2e
     | [\uff0d±] | \b(?i:minus|negative)\b | {MINUS}(?=\s) | [-{MINUS}](?=[*({{]|\\b)){OPENING})?
     (?<![\w.])(?<![0-9][-,:/^'* ])(?<![0-9][eE][-+])"""
 ANY_NUMBER = re.compile(BEFORE + SIGNED, re.VERBOSE)
-HEADING = re.compile(r"\s{0,20}[*_]{0,2}\d[.)]\s{1,5}[*_]{0,2}[A-Za-z]")
-# A new line, the next mark, a tag such as <|end|>, </s> or <eos>, the calculator's <<2*9=18>>
-LINE_END = re.compile(r"[\r\n]|####|<[|/]|<[a-z_]{2,30} ?/?>|<<[^<>A-Za-z]{0,200}=")
+HEADING = re.compile(r"\s{0,20}[*_]{0,2}\d[.)]\s{1,5}[*_]{0,2}[A-Za-z]")  # 1. Find the cost
+LINE_END = re.compile(r"[\r\n]|####|<[|/]|<[a-z_]{2,30} ?/?>|<<[^<>A-Za-z]{0,200}=")  # or a tag
 # A box's words, and what may stand outside of them, where "text" stands for them
-WORDS = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal)?|math(?:bf|rm|it|sf)|mbox) ?\{((?:[^{}]|\{[^{}]*\})*)\}"
-)
+WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox) ?\{((?:[^{}]|\{[^{}]*\})*)\}")
 PLAIN = re.compile(
-    rf"""(?:\s*[A-Za-z]\s?=)?(?:
-      [\s\d.,:;$€£¥₹¢%°*"~()\[\]{{}}=] | [-+{MINUS}\u2011/](?=[\s$€£¥₹\\({{]*\d)
-    | \\(?:[\s,;:!$%{{}}]|q?quad(?![a-z])|displaystyle(?![a-z])|(?:times|cdot)[ ]?(?=\d))
-    | \^\{{?\\circ\}}? | \\degree | /(?=\s?[A-Za-z]{{2}}) | (?<=[a-z])(?:\^\{{?[23]|[²³])
-    | (?<![\dA-Za-z])[A-Za-z]{{2,}}+ | (?<=\d)(?:[A-Za-z]{{3,}}+|[cdkm]m|[km]g)(?![A-Za-z])
-    )*+""",
+    rf"""(?:\s*[A-Za-z]\s?=)?(?:[\s\d.,:;$€£¥₹¢%°*"()\[\]{{}}=] | [-+{MINUS}/](?=[\s$€£\\({{]*\d)
+    | \\(?:[\s,;:!$%{{}}]|q?quad(?![a-z])|(?:times|cdot)[ ]?(?=\d)) | \^\{{?\\circ\}}? | \\degree
+    | /(?=\s?[A-Za-z]{{2}}) | (?<=[a-z])(?:/[hs]\b|\^\{{?[23]|[²³])
+    | (?<![\dA-Za-z])[A-Za-z]{{2,}}+ | (?<=\d)(?:[A-Za-z]{{3,}}+|[cdkm]m|[km]g)(?![A-Za-z]))*+""",
     re.VERBOSE,
 )
 NOTE = re.compile(r"[(\[](?=[^)\]]*\d)[^)\]]*(?<![\\A-Za-z])[a-z]")  # words and a number
@@ -269,10 +265,7 @@ def official_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The number behind the first #### that one number follows; MAX_MARKS of them are tried.
-
-    That of a heading, such as "#### 1. Find the cost", is passed over if another one follows.
-    """
+    """The number behind the first of MAX_MARKS #### that one follows, a heading's only if alone."""
     answer = None
     for mark in islice(re.finditer(f"{MARK}(?!#)", text), MAX_MARKS):
         number = only_number(text, mark.end())
@@ -283,13 +276,10 @@ def marked_answer(text: str) -> str | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The number in the last whole box; \text{18} and x = 18 are 18, an empty box is nothing.
-
-    Words in \text{} are read as if they stood outside, but a formula may hold nothing but PLAIN.
-    """
+    r"""The number in the last whole box, where nothing but PLAIN stands around it: \text{18}."""
     from tasks.grader import last_boxed
 
-    boxed = re.sub(r"\s*[\r\n]\s*", " ", last_boxed(text) or "")
+    boxed = re.sub(r"\s*[\r\n~]\s*", " ", last_boxed(text) or "")
     line = re.sub(r"^\s*[A-Za-z] ?=", "", WORDS.sub(r" \1", boxed))
     is_plain = PLAIN.fullmatch(WORDS.sub(" text", boxed)) and not NOTE.search(line)
     return only_number(line) if is_plain else None
