@@ -46,7 +46,8 @@ class Options(Section):
         if is_boxed and not (is_plain and grading == "exact"):
             raise ValueError("it needs task.prompt_style=plain and task.grading=exact")
         asked = f"{known.get('system_prompt')} {known.get('prompt')}"
-        is_asked_for = "boxed" in asked if is_boxed else "boxed" not in asked or MARK in asked
+        is_bare = known.get("prompt") is None and "boxed" not in asked  # a tuned model knows ####
+        is_asked_for = "boxed" in asked if is_boxed else MARK in asked or is_bare
         if "prompt" in known and is_plain and not is_asked_for:
             reads = r"\boxed{}" if is_boxed else MARK
             raise ValueError(f"task.prompt must ask for {reads}, since the answer is read there")
@@ -157,7 +158,7 @@ GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])"
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
 # What may stand before a number: $18, **18**, (18), = 18, \boxed{18}, US$18
 OPENING = (
-    r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?(?:[A-Z]{1,3}[ ]?(?=\\?[$€£¥₹]))?"""
+    r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?(?:[A-Z]{1,3}[ ]?\\?[$€£¥₹][ ]?)?"""
 )
 # Words and signs behind it that make another number of it
 LARGE = "(?:hundred|thousand|[a-z]{1,9}illion|lakh|crore|doz(?:en)?)s?"
@@ -211,7 +212,7 @@ JOINED = re.compile(
     | (?:[a-z]?\s?[^\w\s.=/°'"]|[a-z]\s?=|/(?!\s?[dhms]\b))\s{{0,3}}{UNKNOWN}    # 5 - k  5a = b
     | (?:[nxyz\u03b1-\u03c9]|pi|sqrt)(?![\w'/-])                                # 5x, but 5 g
     | (?:[a-z]{{1,20}}[ ]){{0,5}}(?:as|than|times|by|over)[ ]{UNKNOWN}  # 5 times as many as k
-    | (?:[a-z]{{3,20}}[ ])?(?:at[ ](?:a[ ])?(?:most|least|m(?:in|ax))|(?:min|max)imum|tops
+    | (?:[a-z]{{3,20}}[ ])?(?:at[ ](?:a[ ])?(?:most|least|min|max)(?:imum)?|(?:min|max)imum|tops
       |(?:up|down)wards?|(?:and|or)[ ](?:up|more|less|so|over|under|above|below|counting|\w+er))\b
     | (?:or|plus|minus|divided|multiplied|mod|modulo|factorial|approx|approximately|roughly|about
       |nearly|almost|max)\b(?!-) | (?:no|nope|not|wrong|incorrect|false)\W*\Z

@@ -121,6 +121,7 @@ ON_THE_COMMAND_LINE = {
     # where GSM8K's answer is read, and what the prompt asks for
     "task.name=gsm8k task.answer_mark=boxed": "task.answer_mark = boxed: ... ask for \\boxed{}",
     "task.name=gsm8k task.prompt=A\\boxed{}": "task.answer_mark = hashes: ... must ask for ####",
+    "task.name=gsm8k task.prompt=Q:{question}": "task.answer_mark = hashes: ... must ask for ####",
     "task.name=gsm8k task.answer_mark=boxed task.grading=official task.prompt=A\\boxed": "task."
     "answer_mark = boxed: ... task.prompt_style=plain and task.grading=exact",
     # sources of questions; no test asks the hub
