@@ -44,7 +44,7 @@ def whole_lines(
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
-                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+                raise ValueError(f"{path}: line {number} is not JSON: {error}; remove it") from None
             if not isinstance(row, dict) or not {*names} <= row.keys():
                 what = f"is no object with a {', '.join(names)}: not a run's"
                 raise ValueError(f"{path}: line {number} {what}")

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -32,9 +33,11 @@ from engine.core.files import open_to_append, sizes_of, sync
 from engine.core.hub import without_hub
 from engine.core.types import Log, no_log
 from engine.run.card import model_card
+from engine.run.mistakes import is_out_of_memory
 from engine.run.state import Run
 
 MARKER = "has_checkpoints"
+STATE, OPTIMIZER = "training_state/state.json", "training_state/optimizer.pt"
 
 
 def save_best(run: Run, measured: dict[str, float]) -> bool:
@@ -81,6 +84,7 @@ def save_checkpoint(run: Run) -> None:
         "config": dotted_values(run.config) | run.rests_on,
         "lost_best": run.unsaved.get("best"),
         "fit": asdict(run.fit),
+        "num_alike": run.num_alike,
     }
     model = run.policy.model
     tokenizer = run.policy.tokenizer
@@ -134,7 +138,7 @@ def write_checkpoint(
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
-        (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
     mark(root, checkpoint)
     outdated = [old for old in list_checkpoints(root) if is_whole(old)][keep:] if keep else []
@@ -161,7 +165,7 @@ def write_model(
     with without_hub():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
+    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
 
 
 def save_model(
@@ -229,12 +233,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def newest_whole(root: Path, warn: Log = no_log) -> Path | None:
+def newest_whole(root: Path, warn: Log = no_log, *, reads_weights: bool = False) -> Path | None:
     """The newest checkpoint that is undamaged; newer ones that are damaged cost a warning each."""
     for old in root.glob("step-*.old"):
         mend(old.with_suffix(""))
     for folder in list_checkpoints(root):
-        if is_whole(folder):
+        if is_whole(folder) and not (reads_weights and has_ruined_weights(folder)):
             return folder
         warn(f"{folder} is damaged and not used")
     return None
@@ -254,14 +258,38 @@ def is_whole(folder: Path) -> bool:
     """Whether each file that was saved still has its size."""
     try:
         saved = json.loads((folder / "training_state" / "files.json").read_text())
-        return "training_state/state.json" in saved and saved.items() <= sizes_of(folder).items()
+        return STATE in saved and saved.items() <= sizes_of(folder).items()
     except (OSError, ValueError, AttributeError):  # files.json itself is missing or damaged
         return False
 
 
+def has_ruined_weights(folder: Path) -> bool:
+    """Whether some are not finite, as none was when it was saved; unreadable ones do not count."""
+    with contextlib.suppress(SafetensorError):
+        for file in folder.rglob("*.safetensors"):
+            with safe_open(file, framework="pt") as saved:
+                names = (name for name in saved.keys() if "/" not in name)  # noqa: SIM118
+                if not all(saved.get_tensor(name).isfinite().all() for name in names):
+                    return True
+    return False
+
+
+@contextlib.contextmanager
+def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
+    """Make one line of what is raised where the file's content is wrong; `remove` mends that."""
+    try:
+        yield
+    except Exception as error:  # pydantic, torch and its optimizers each have their own
+        if is_out_of_memory(error):
+            raise
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
+        fix = f"remove {remove}, and the run goes on by what its checkpoints hold"
+        raise ValueError(f"{file} is damaged ({problem}): {fix}") from error
+
+
 def load_state(folder: Path) -> dict:
     """What `save_checkpoint` has put into state.json."""
-    return json.loads((folder / "training_state" / "state.json").read_text(encoding="utf-8"))
+    return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
@@ -278,5 +306,4 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
 def load_optimizer_state(folder: Path) -> dict:
     """The optimizer's averages; only weights are read, since a pickle may name code to run."""
-    file = folder / "training_state" / "optimizer.pt"
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)

@@ -107,7 +107,8 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
         return ""
     # The file has a size limit. As it fills we log more rarely: every fourth of these steps once it
     # is half full, every 16th from three quarters on. A resumed run decides by the same numbers.
-    num_bytes = (run.folder / "rollouts.jsonl").stat().st_size
+    file = run.folder / "rollouts.jsonl"
+    num_bytes = file.stat().st_size if file.exists() else 0  # somebody may have removed it
     free = 1 - num_bytes / MAX_ROLLOUTS_BYTES
     if free <= 0 or step // every % 4 ** math.floor(-math.log2(free)) != 0:
         return ""

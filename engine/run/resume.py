@@ -4,6 +4,7 @@ Another start of the same run waits at the file `lock`, which the process that t
 """
 
 import fcntl
+import json
 import os
 import socket
 import tempfile
@@ -19,7 +20,6 @@ from engine.core.files import open_to_append
 from engine.core.types import Log
 from engine.model.load import of_teacher
 from engine.run import checkpoint
-from engine.run.config_file import read_file
 from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
@@ -48,9 +48,7 @@ def resume(run: Run) -> None:
         num_parts = saved.num_ranks
         shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
     else:
-        if world.is_main:
-            checkpoint.load_weights(folder, run.policy.model)
-            run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        world.on_main(load_checkpoint, run, folder)
         world.broadcast_optimizer(run.optimizer)
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(saved.loss_scale or scaler.state_dict())
@@ -58,8 +56,16 @@ def resume(run: Run) -> None:
     run.state = saved.state
     run.fit = saved.fit
     run.is_resumed = True
+    run.num_alike = saved.num_alike
     run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
+
+
+def load_checkpoint(run: Run, folder: Path) -> None:
+    with checkpoint.naming_damage(folder, remove=folder):
+        checkpoint.load_weights(folder, run.policy.model)
+    with checkpoint.naming_damage(folder / checkpoint.OPTIMIZER, remove=folder):
+        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
 
 
 def compare(run: Run, saved: Saved) -> None:
@@ -110,18 +116,21 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     folder = find_start(run.folder, may_resume=may_resume, warn=warn)
     if folder is None:
         return None, None
-    content = checkpoint.load_state(folder)
     best = run.folder / "best"
-    if content["state"].keys() != asdict(run.state).keys():
+    with checkpoint.naming_damage(folder / checkpoint.STATE, remove=folder):
+        content = checkpoint.load_state(folder)
+        is_ours = content["state"].keys() == asdict(run.state).keys()
+        saved = TypeAdapter(Saved).validate_python(content) if is_ours else None
+    if saved is None:
         fix = "go on with that one, or set run.name to start another run"
         raise ValueError(f"{folder} was saved by another version of this program: {fix}")
-    saved = TypeAdapter(Saved).validate_python(content)
     is_there = any(best.glob("*.safetensors"))
     score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
-        kept = read_file(score)  # JSON is YAML too
-        saved.state.best = kept["best"]
-        saved.state.best_step = kept["best_step"]
+        with checkpoint.naming_damage(score, remove=score):
+            kept = json.loads(score.read_text(encoding="utf-8"))
+            saved.state.best = float(kept["best"])
+            saved.state.best_step = int(kept["best_step"])
     elif saved.state.best is not None and not is_there:
         warn(f"the model in {best} is gone: the best one from here on will be saved there")
         saved.state.best = None
@@ -132,7 +141,7 @@ def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
     """The checkpoint to resume from, or None; ValueError if results would be overwritten."""
     root = folder / "checkpoints"
     checkpoint.mend(folder / "best")
-    newest = checkpoint.newest_whole(root, warn)
+    newest = checkpoint.newest_whole(root, warn, reads_weights=True)
     if newest is not None and may_resume:
         return newest
     fix = "set run.name to start another run, or move this folder away"

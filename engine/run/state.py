@@ -77,6 +77,7 @@ class Saved:
     loss_scale: dict[str, Any] = field(default_factory=dict)
     lost_best: float | None = None  # the metric of a best model that could not be saved
     fit: Fit = field(default_factory=Fit)
+    num_alike: int = 0
 
 
 @dataclass
