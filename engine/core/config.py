@@ -57,6 +57,9 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def replace(self, **changes: Any) -> Self:
+        return self.model_copy(update=changes)
+
 
 class RunSettings(Section):
     """Where the results of the run are kept."""
@@ -476,18 +479,18 @@ class Config(Section):
         if num_steps == 0:
             problem = f"of {num_questions} questions is less than a step of {questions_per_step}"
             raise ConfigError([f"training.num_epochs = {num_epochs}: {problem}; raise it"])
-        training = self.training.model_copy(update={"num_steps": num_steps, "num_epochs": None})
-        return self.model_copy(update={"training": training})
+        training = self.training.replace(num_steps=num_steps, num_epochs=None)
+        return self.replace(training=training)
 
 
 SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
 
 
-def dotted_values(config: Config) -> dict[str, Any]:
+def dotted_values(config: Config) -> dict:
     return dotted(config.model_dump())
 
 
-def dotted(values: dict[str, Any]) -> dict[str, Any]:
+def dotted(values: dict) -> dict:
     """Values by dotted key: {"training.seed": 1} for {"training": {"seed": 1}}."""
     flat = {}
     for section, content in values.items():

@@ -14,12 +14,12 @@ def sizes_of(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict]:
     """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
     return [row for row, _ in whole_lines(path)] if path.exists() else []
 
 
-def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+def cut_lines(path: Path, is_kept: Callable[[dict], bool]) -> None:
     """Cut a .jsonl file off behind its last line that is kept, or make an empty one.
 
     The lines stand in the order in which they were written, and only one at a time is in memory.
@@ -31,7 +31,7 @@ def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
 
 def whole_lines(
     path: Path, names: Sequence[str] = ("step",), *, start: int = 0, first: int = 1
-) -> Iterator[tuple[dict[str, Any], int]]:
+) -> Iterator[tuple[dict, int]]:
     """Each line's object and its number of bytes, but for a last line that a kill has torn.
 
     It reads from the byte `start`, at which the line of the number `first` begins.
@@ -90,7 +90,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def json_line(record: dict[str, Any]) -> str:
+def json_line(record: dict) -> str:
     """Return one line of strict JSON in ASCII, which holds any text, even a lone surrogate."""
     return json.dumps(without_nan(record), allow_nan=False) + "\n"
 

@@ -54,7 +54,7 @@ def load_model_and_tokenizer(
         check_teacher(config, log)  # its tokens, before any weights are loaded
     with one_line_errors(config.model.name, key=key):
         check_folder(settings.name)
-        config = config.model_copy(update={"model": at_commit(config.model, log)})
+        config = config.replace(model=at_commit(config.model, log))
         settings = config.model.source
         base, tokenizer = load_base_tokenizer(config, log)
     is_new_adapter = is_training and settings.lora is not None and base is None
@@ -140,13 +140,13 @@ def load_base_tokenizer(
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
         if cached_file(settings.name, file, **quiet) is None:
             settings = base
-    return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
+    return base, load_tokenizer(config.replace(model=settings), log)
 
 
 def at_commit(settings: ModelSettings, log: Log) -> ModelSettings:
     """The settings with what their revision means now: code and weights must be of one commit."""
     commit = commit_of(settings.name, settings.revision, log=log)
-    return settings.model_copy(update={"revision": commit})
+    return settings.replace(revision=commit)
 
 
 def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | None:
@@ -156,7 +156,7 @@ def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | Non
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
-    return at_commit(settings.model_copy(update={"name": base, "revision": revision}), log)
+    return at_commit(settings.replace(name=base, revision=revision), log)
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
@@ -164,7 +164,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
     A run from an adapter has its base in its own folder, which may have been moved since.
     """
-    saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    saved = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     name = saved["base_model_name_or_path"]
     revision = saved.get("revision")
     if os.path.isabs(name) and Path(name).name == "base":
@@ -212,11 +212,15 @@ def check_teacher(config: Config, log: Log) -> None:
 
 def of_teacher(config: Config) -> Config:
     """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
-    changes = {"name": config.model.teacher, "revision": config.model.teacher_revision}
-    changes |= {"load_in_4bit": False, "gradient_checkpointing": False, "lora": None}
-    changes |= {"shard": False}
-    model = config.model.source.model_copy(update=changes)
-    return config.model_copy(update={"mode": "evaluate", "model": model})
+    model = config.model.source.replace(
+        name=config.model.teacher,
+        revision=config.model.teacher_revision,
+        load_in_4bit=False,
+        gradient_checkpointing=False,
+        lora=None,
+        shard=False,
+    )
+    return config.replace(mode="evaluate", model=model)
 
 
 @contextlib.contextmanager

@@ -1,12 +1,12 @@
 """What a model can do, found out on made-up tokens when it is loaded."""
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 from torch import nn
 
 from engine.core.tensors import autocast
+from engine.core.types import Log
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
+def supports_chunked_head(model: nn.Module, log: Log) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 
     If not, that is logged. Only rounding may differ: a cap hardly changes small logits.

@@ -47,7 +47,7 @@ def load_questions(
     *,
     tokenizer: PreTrainedTokenizerFast,
     context: int | None,
-    log: Callable[[str], None],
+    log: Log,
 ) -> "tuple[list[dict], QuestionStream | None]":
     """The validation questions, and the stream of training questions if the run trains.
 
@@ -162,7 +162,7 @@ class QuestionStream:
     shuffle: bool  # if not, each epoch has the questions in their own order
     prompt_tokens: Callable[[dict], float]  # how many a question's prompt has
     max_prompt_tokens: int  # the model's context, less a completion's longest
-    log: Callable[[str], None]
+    log: Log
     too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
     permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
 

@@ -113,7 +113,7 @@ class Conversation:
             content = f"error: {type(error).__name__}: {error}"
         return {"role": "tool", "name": self.turns.clean(name), "content": content}
 
-    def reward(self) -> dict[str, Any]:
+    def reward(self) -> dict:
         """The parts of the reward that the environment pays, if it pays any."""
         paid = self.ask("get_reward") if hasattr(self.environment, "get_reward") else {}
         return paid if isinstance(paid, dict) else {"answer": paid}

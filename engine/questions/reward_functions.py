@@ -50,7 +50,7 @@ def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
     return functions
 
 
-def form_of(columns: dict[str, Any]) -> str:
+def form_of(columns: dict) -> str:
     """Which of TRL's two forms a function got its completions in, and why."""
     if isinstance(columns["completions"][0], str):
         return " (each completion is a text, since no row has messages in a column prompt)"
@@ -63,7 +63,7 @@ class RewardTask(Task):
     class Options(Section):
         @model_validator(mode="before")
         @classmethod
-        def validate_on_the_training_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        def validate_on_the_training_file(cls, values: dict) -> dict:
             """One file serves both, unless task.eval names another."""
             if isinstance(values, dict) and values.get("eval", "generated") == "generated":
                 return values | {"eval": values.get("train", "generated")}
@@ -132,7 +132,7 @@ class RewardTask(Task):
                         row[TIMEOUT] = max(row.get(TIMEOUT, 0.0), float(is_late))
         return parts
 
-    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict[str, Any]:
+    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict:
         """What the functions get of a question, by name: lists with an entry a completion.
 
         Prompts and completions are messages where the row holds messages, and plain text elsewhere.
@@ -151,7 +151,7 @@ class RewardTask(Task):
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
         return columns | {"max_completion_length": self.max_completion_length}
 
-    def call(self, name: str, columns: dict[str, Any], example: dict) -> list[float | None]:
+    def call(self, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function, given a copy, pays for each completion of a question."""
         file, function = self.functions[name]
         with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
@@ -164,7 +164,7 @@ class RewardTask(Task):
         """The same of all questions, by an async function; None where it took too long."""
         free = asyncio.Semaphore(self.options.concurrency)
 
-        async def in_time(columns: dict[str, Any], example: dict) -> list[float | None] | None:
+        async def in_time(columns: dict, example: dict) -> list[float | None] | None:
             async with free:
                 running = asyncio.ensure_future(self.call_async(name, columns, example))
                 try:
@@ -177,7 +177,7 @@ class RewardTask(Task):
 
         return await asyncio.gather(*map(in_time, columns, examples))
 
-    async def call_async(self, name: str, columns: dict[str, Any], example: dict) -> list:
+    async def call_async(self, name: str, columns: dict, example: dict) -> list:
         """As `call`, of an async function; a sys.exit() that got past it would end the process."""
         file, function = self.functions[name]
         with naming_mistakes(file, function, example, name=name, form=form_of(columns)):

@@ -31,16 +31,17 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from engine.core.config import dotted_values
 from engine.core.files import open_to_append, sizes_of, sync
 from engine.core.hub import without_hub
-from engine.core.types import Log, no_log
+from engine.core.types import Log, Metrics, no_log
 from engine.run.card import model_card
 from engine.run.mistakes import is_out_of_memory
 from engine.run.state import Run
 
 MARKER = "has_checkpoints"
-STATE, OPTIMIZER = "training_state/state.json", "training_state/optimizer.pt"
+STATE = "training_state/state.json"
+OPTIMIZER = "training_state/optimizer.pt"
 
 
-def save_best(run: Run, measured: dict[str, float]) -> bool:
+def save_best(run: Run, measured: Metrics) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
     model = run.policy.model
     score = measured[run.config.best_metric]
@@ -138,8 +139,8 @@ def write_checkpoint(
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
-        (temporary / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
+        (temporary / STATE).write_text(json.dumps(state, indent=1), "utf-8")
+        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), "utf-8")
     mark(root, checkpoint)
     outdated = [old for old in list_checkpoints(root) if is_whole(old)][keep:] if keep else []
     for folder in [*outdated, *root.glob("step-*.tmp"), *root.glob("step-*.old")]:
@@ -174,7 +175,7 @@ def save_model(
     card: str,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
-    best: dict[str, float] | None = None,
+    best: dict | None = None,
 ) -> None:
     """Write the model, its tokenizer and its card, as `from_pretrained` loads them.
 
@@ -184,9 +185,9 @@ def save_model(
         with without_hub():
             model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
+        (temporary / "README.md").write_text(card, "utf-8")  # in the place of peft's own
         if best is not None:
-            (temporary / "best.json").write_text(json.dumps(best), encoding="utf-8")
+            (temporary / "best.json").write_text(json.dumps(best), "utf-8")
 
 
 @contextlib.contextmanager
@@ -289,7 +290,7 @@ def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
 
 def load_state(folder: Path) -> dict:
     """What `save_checkpoint` has put into state.json."""
-    return json.loads((folder / STATE).read_text(encoding="utf-8"))
+    return json.loads((folder / STATE).read_text("utf-8"))
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

@@ -98,7 +98,7 @@ def check_files(config: Config) -> None:
         print(f"loading torch, transformers and {config.model.name} ...", flush=True)
 
 
-def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
+def combine(in_file: dict, overrides: list[str]) -> Config:
     """The configuration of a file's values and, in their place, of `section.key=value` texts."""
     from_file = nest(in_file.items())
     from_command_line = nest(map(parse_override, overrides))
@@ -125,7 +125,7 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
         raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
+def read_file(path: str | Path) -> dict:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     try:
         content = parse_yaml(Path(path).read_bytes(), origin=path)
@@ -180,9 +180,9 @@ def may_be_text(key: str) -> bool:
     return key.startswith("task.") and is_own
 
 
-def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def nest(pairs: Iterable[tuple[str, Any]]) -> dict:
     """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later wins."""
-    nested: dict[str, Any] = {}
+    nested: dict = {}
     for key, value in pairs:
         if value is not None or key not in SECTIONS:  # a section without keys sets nothing
             for name in reversed(key.split(".")):
@@ -198,7 +198,7 @@ def merge(base: Any, new: Any) -> Any:
     return new
 
 
-def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def without_other_task(values: dict, overrides: dict) -> dict:
     """The file's values, without those for its task if the command line names another task."""
     task = section_of(values, "task")
     given = section_of(overrides, "task")
@@ -220,7 +220,7 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
 
-def left_out(values: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+def left_out(values: dict, overrides: dict) -> list[str]:
     """The keys of the file's task that `without_other_task` drops, but for those at the default."""
     sections = (Config().model_dump(), values, without_other_task(values, overrides))
     usual, before, after = (unnest(section_of(of, "task"), separator=".") for of in sections)
@@ -229,7 +229,7 @@ def left_out(values: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
     return [f"task.{key}" for key in lost if key != "reward"]
 
 
-def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def replaced_length(from_file: dict, overrides: dict) -> dict:
     """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
     for source, values in (("file", from_file), ("command line", overrides)):
         given = {k: v for k, v in section_of(values, "training").items() if v is not None}
@@ -241,13 +241,13 @@ def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dic
     return {"training": {"num_steps": Config().training.num_steps}} if "num_epochs" in given else {}
 
 
-def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
+def section_of(values: dict, name: str) -> dict:
     """A section of unchecked values; empty if the user gave no mapping for it."""
     section = values.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def task_name(values: dict[str, Any]) -> Any:
+def task_name(values: dict) -> Any:
     """The task that the values ask for, before they are checked: its name, or task.reward."""
     task = section_of(values, "task")
     name = task.get("name", Config().task.name)
@@ -338,7 +338,7 @@ def word_in(path: str, words: Iterable[str]) -> str | None:
     return max((word for word in words if path.endswith(f".{word}")), key=len, default=None)
 
 
-def in_our_words(given: dict[str, Any]) -> str:
+def in_our_words(given: dict) -> str:
     """YAML that loads, to paste into a file; empty unless words of other trainers are given.
 
     It sets what means the same here. What needs a choice stands in a comment.
@@ -367,7 +367,7 @@ def in_our_words(given: dict[str, Any]) -> str:
     return "".join([head, to_yaml(settings), *comments])
 
 
-def loads(values: dict[str, Any]) -> bool:
+def loads(values: dict) -> bool:
     """Whether they are a file's values without a mistake."""
     try:
         combine(values, [])

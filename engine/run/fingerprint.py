@@ -55,7 +55,7 @@ def of_files(
     with one_line_errors(source.name, key=key):
         base = find_base(source)
     if base is not None:
-        config = config.model_copy(update={"model": base})
+        config = config.replace(model=base)
         found[f"{what}'s base"] = of_model(config, with_weights=with_weights)
     return found
 

@@ -17,7 +17,7 @@ from engine.core.config import Config
 from engine.core.files import json_line, sizes_of, without_nan, write_atomically
 from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
-from engine.core.types import Groups
+from engine.core.types import Groups, Metrics
 from engine.core.user_file import RewardError
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import load_task
@@ -36,7 +36,7 @@ MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
 MAX_HEADING = 300  # and of a question
 
 
-def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
+def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> Metrics:
     """All that is measured of the step that has ended: means over all ranks, times, memory."""
     world = run.world
     state = run.state
@@ -55,7 +55,7 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     return metrics | logged_by_rewards(run, "train", {*metrics})
 
 
-def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
+def logged_by_rewards(run: Run, split: str, own: set[str]) -> Metrics:
     """Means over all ranks of what task.reward gave to log_metric, but not under `own` names."""
     if not run.task.functions:
         return {}
@@ -73,7 +73,7 @@ def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
 
 
 def log_step(
-    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups, update: Update
+    run: Run, metrics: Metrics, questions: list[dict], groups: Groups, update: Update
 ) -> None:
     """Print a step's line, and write its metrics, its rollouts and at times its samples."""
     step = run.state.step
@@ -134,7 +134,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
     return lines if num_bytes + len(lines) <= MAX_ROLLOUTS_BYTES else ""
 
 
-def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
+def log_evaluation(run: Run, metrics: Metrics, groups: Groups) -> None:
     step = run.state.step
     samples = validation_samples(run, groups)
     metrics |= logged_by_rewards(run, "eval", {*metrics})
@@ -182,7 +182,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
     ]
 
 
-def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greedy: Groups) -> int:
+def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups) -> int:
     """Report mode=evaluate: as training measures, by majority votes, and greedily.
 
     The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`

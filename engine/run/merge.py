@@ -34,15 +34,15 @@ def start_from_adapter(config: Config, world: World, log: Log) -> Config:
         if described.peft_type != "LORA":
             raise ValueError(f"it is an adapter of the kind {described.peft_type}, not LORA")
     if settings.load_in_4bit:
-        model = settings.model_copy(update={"lora": trained_on(described, config)})
-        return config.model_copy(update={"model": model})
+        model = settings.replace(lora=trained_on(described, config))
+        return config.replace(model=model)
     folder = run_folder(config) / "base"
     world.on_main(write_merged, folder, config, log)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not on this node: give a run.dir that all nodes share")
-    model = settings.model_copy()
-    model._merged = settings.model_copy(update={"name": str(folder), "revision": None})
-    config = config.model_copy(update={"model": model})
+    model = settings.replace()
+    model._merged = settings.replace(name=str(folder), revision=None)
+    config = config.replace(model=model)
     check_same_files(config, world)  # a node may have kept a sum of its own
     return config
 
@@ -92,7 +92,7 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
         with save_folder(folder) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
-            (unfinished / MADE_OF).write_text(json.dumps(files), encoding="utf-8")
+            (unfinished / MADE_OF).write_text(json.dumps(files), "utf-8")
 
 
 def merged(

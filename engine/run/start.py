@@ -137,8 +137,7 @@ def pin(config: Config, world: World, log: Log = no_log) -> Config:
         world.on_main(make_folder, run_folder(config))
     pins, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
     COMMITS.update(commits)
-    sections = {name: getattr(config, name).model_copy(update=pins[name]) for name in pins}
-    return config.model_copy(update=sections)
+    return config.replace(**{name: getattr(config, name).replace(**pins[name]) for name in pins})
 
 
 def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
@@ -155,13 +154,14 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     pins = {"model": {}, "task": {"template_date": day}}
     is_training = config.mode == "train"
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
-        name, files = getattr(config.model, key), f"the files of model.{key}"
+        name = getattr(config.model, key)
+        files = f"the files of model.{key}"
         if name is not None:
             kept = rests_on | {"revision": model.get(which)} if model.get(key) == name else {}
             known = [kept.get(files), kept.get("revision")]
             with one_line_errors(name, key=f"model.{key}"):
                 commit = own_commit(name, getattr(config.model, which), known, log)
-                settings = config.model.model_copy(update={"name": name, "revision": commit})
+                settings = config.model.replace(name=name, revision=commit)
                 look_up_base(settings, kept.get(f"{files}'s base"), log)
             pins["model"][which] = commit
     sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]

@@ -13,7 +13,7 @@ from torch import nn
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.signals import Left
-from engine.core.types import Groups
+from engine.core.types import Groups, Metrics
 from engine.model.policy import CPU_TOKENS, Policy
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
@@ -47,7 +47,7 @@ class State:
     has_trained: bool = False  # whether a step has moved the weights
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def remember_scores(self, metrics: dict[str, float], score: float) -> None:
+    def remember_scores(self, metrics: Metrics, score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
         self.last_score = score
         self.evaluated_at = self.step
@@ -73,8 +73,8 @@ class Saved:
 
     state: State
     num_ranks: int
-    config: dict[str, Any]  # dotted values, and what else the run rests on
-    loss_scale: dict[str, Any] = field(default_factory=dict)
+    config: dict  # dotted values, and what else the run rests on
+    loss_scale: dict = field(default_factory=dict)
     lost_best: float | None = None  # the metric of a best model that could not be saved
     fit: Fit = field(default_factory=Fit)
     num_alike: int = 0
@@ -194,7 +194,7 @@ class Run:
         if update.moved_weights or not is_skipped:
             state.changed_at = state.step
 
-    def watch_for_collapse(self, metrics: dict[str, float]) -> None:
+    def watch_for_collapse(self, metrics: Metrics) -> None:
         """Keep the signs of a collapse in a step's metrics and those before; warn of new ones."""
         state = self.state
         num_questions = self.config.questions_per_step(self.world.size)
