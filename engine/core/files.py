@@ -1,9 +1,8 @@
 """Text files that a crash leaves whole, and strict JSON for them."""
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,16 +16,6 @@ def sizes_of(folder: Path) -> dict[str, int]:
 def read_lines(path: Path) -> list[dict]:
     """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
     return [row for row, _ in whole_lines(path)] if path.exists() else []
-
-
-def cut_lines(path: Path, is_kept: Callable[[dict], bool]) -> None:
-    """Cut a .jsonl file off behind its last line that is kept, or make an empty one.
-
-    The lines stand in the order in which they were written, and only one at a time is in memory.
-    """
-    with open_to_append(path) as file:
-        kept = itertools.takewhile(lambda line: is_kept(line[0]), whole_lines(path))
-        file.truncate(sum(num_bytes for _, num_bytes in kept))
 
 
 def whole_lines(
@@ -46,8 +35,9 @@ def whole_lines(
             except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
                 raise ValueError(f"{path}: line {number} is not JSON: {error}; remove it") from None
             if not isinstance(row, dict) or not {*names} <= row.keys():
-                what = f"is no object with a {', '.join(names)}: not a run's"
-                raise ValueError(f"{path}: line {number} {what}")
+                raise ValueError(
+                    f"{path}: line {number} is no object with a {', '.join(names)}: not a run's"
+                )
             yield row, len(line)
 
 

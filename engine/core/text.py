@@ -10,7 +10,7 @@ import yaml
 
 def unnest(nested: dict, *, separator: str) -> dict:
     """Return {"a/b": 1} for {"a": {"b": 1}} and the separator "/", with all texts printable."""
-    flat: dict = {}
+    flat = {}
     for key, value in nested.items():
         if isinstance(value, dict):
             inner = unnest(value, separator=separator).items()
@@ -18,13 +18,6 @@ def unnest(nested: dict, *, separator: str) -> dict:
         else:
             flat[key] = printable(value) if isinstance(value, str) else value
     return flat
-
-
-def format_reward(reward: float, parts: dict[str, float | None]) -> str:
-    """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
-    applying = {name: value for name, value in parts.items() if value is not None}
-    shown = "  ".join(f"{name} {value:.2f}" for name, value in applying.items())
-    return f"reward {reward:.2f}  ({shown})"
 
 
 def plain(value: Any) -> str:

@@ -146,9 +146,10 @@ def load_teacher(policy: Policy, config: Config, world: World, log: Log) -> None
     if {*policy.teacher.generation_config.eos_token_id} != {*policy.params.eos_ids}:
         log("warning: the teacher's texts end at other tokens than the trained model's")
     if policy.context_length != own_context:
-        sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
-        lost = "questions without room for a completion there are left out"
-        log(f"warning: the teacher {sees}: {lost}")
+        log(
+            f"warning: the teacher sees {policy.context_length:,} tokens, fewer than the trained "
+            "model: questions without room for a completion there are left out"
+        )
 
 
 def sampling_params(

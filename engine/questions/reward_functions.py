@@ -40,12 +40,13 @@ def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
         where = line_of(file, function=function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
-            form = f"write def {name}(completions, **kwargs): every column comes by name"
-            raise ConfigError([f"{where}: {form}"])
+            raise ConfigError(
+                f"{where}: write def {name}(completions, **kwargs): every column comes by name"
+            )
         if name in functions:
-            raise ConfigError([f"task.reward names {name} twice ({where}): rename one"])
+            raise ConfigError(f"task.reward names {name} twice ({where}): rename one")
         if name == TIMEOUT:
-            raise ConfigError([f"{where}: {name} counts the calls that took too long: rename it"])
+            raise ConfigError(f"{where}: {name} counts the calls that took too long: rename it")
         functions[name] = file, function
     return functions
 
@@ -83,8 +84,9 @@ class RewardTask(Task):
         prompt = row.get("prompt")
         if options.prompt is None and not (prompt and isinstance(prompt, str | list)):
             names = ", ".join(f"{{{name}}}" for name in row)
-            have = "no text or messages in a column prompt: add one, or word task.prompt with"
-            raise ValueError(f"{have} {names}")
+            raise ValueError(
+                f"no text or messages in a column prompt: add one, or word task.prompt with {names}"
+            )
         return row
 
     def parse_question(self, text: str) -> dict:
@@ -189,14 +191,18 @@ class RewardTask(Task):
         num = len(columns["completions"])
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
         if not is_list or not all(value is None or is_reward(value) for value in paid):
-            wanted = f"must return a list of {num} finite numbers, one a completion"
-            raise self.error(name, f"{wanted}, not {paid!r:.80}", example)
+            raise self.error(
+                name,
+                f"must return a list of {num} finite numbers, one a completion, not {paid!r:.80}",
+                example,
+            )
         return [None if value is None else float(value) for value in paid]
 
     def error(self, name: str, problem: str, example: dict) -> RewardError:
         file, function = self.functions[name]
-        where = f"{line_of(file, function=function)}: {name}"
-        return RewardError(f"{where} {problem}: question {example!r:.200}")
+        return RewardError(
+            f"{line_of(file, function=function)}: {name} {problem}: question {example!r:.200}"
+        )
 
     def log_metric(self, name: str, value: float) -> None:
         """What TRL passes under this name: the step's metric is the mean of all values."""

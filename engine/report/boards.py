@@ -106,8 +106,9 @@ class Board:
             reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
             if "@" in os.getenv(self.server, ""):  # the reason may quote the password
                 reason = type(error).__name__
-            state = f"{self.title} is off until the run ends, the run's own files go on"
-            self.logger.warning(f"{state}: {reason[:300]}")
+            self.logger.warning(
+                f"{self.title} is off until the run ends, the run's own files go on: {reason[:300]}"
+            )
 
 
 class MlflowRun(Board):

@@ -73,8 +73,10 @@ def save_checkpoint(run: Run) -> None:
             return
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
-        problem = "since the weights are not finite: what was saved before stays"
-        run.logger.warning(f"nothing saved at step {state.step}, {problem}")
+        run.logger.warning(
+            f"nothing saved at step {state.step}, since the weights are not finite: what was saved "
+            "before stays"
+        )
         run.unsaved["checkpoint"] = state.step
         return
     state.is_saved = True  # the checkpoint says so too: the resumed run does not save it again
@@ -117,8 +119,10 @@ def save_on_main(
     try:
         run.world.on_main(save, *arguments)
     except ValueError as error:  # rank 0's OSError, on every rank
-        fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
-        run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
+        run.logger.warning(
+            f"nothing saved at step {run.state.step}: {error}; what was saved before is kept; free "
+            "some space, or lower checkpoint.keep"
+        )
         run.unsaved[what] = max(value, run.unsaved.get(what, value))
         return False
     if value >= run.unsaved.get(what, value):

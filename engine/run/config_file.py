@@ -72,9 +72,11 @@ def check_default_rate(config: Config) -> None:
     # What a run has made at tiny's rate may be trained further at it.
     if is_tiny or is_given or made_with.get("learning_rate") == rate:
         return
-    problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models: give one, as in"
-    fix = "configs/: 2e-05 for 135 million weights, 1e-06 for 3 billion, 0.0002 with LoRA"
-    raise ConfigError([f"model.name = {config.model.name}: {problem} {fix}"])
+    raise ConfigError(
+        f"model.name = {config.model.name}: training.learning_rate = {rate:g} is tiny's and ruins "
+        "other models: give one, as in configs/: 2e-05 for 135 million weights, 1e-06 for 3 "
+        "billion, 0.0002 with LoRA"
+    )
 
 
 def check_files(config: Config) -> None:
@@ -93,7 +95,7 @@ def check_files(config: Config) -> None:
         except ValueError as error:
             lines.append(f"{key} = {values[key]}: cannot be used: {error}")
     if lines:
-        raise ConfigError(lines)
+        raise ConfigError(*lines)
     if os.environ.get("RANK", "0") == "0":
         print(f"loading torch, transformers and {config.model.name} ...", flush=True)
 
@@ -111,7 +113,9 @@ def combine(in_file: dict, overrides: list[str]) -> Config:
         config = full_schema.model_validate(values)
     except ValidationError as error:
         lines = error_lines(error, full_schema, values)
-        raise ConfigError(lines, in_our_words(merge(from_file, from_command_line))) from error
+        raise ConfigError(
+            *lines, better=in_our_words(merge(from_file, from_command_line))
+        ) from error
     check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
     return config
 
@@ -122,7 +126,7 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         problem = " ".join(str(error).split())
-        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
+        raise ConfigError(f"{origin}: cannot be read as YAML: {problem}") from error
 
 
 def read_file(path: str | Path) -> dict:
@@ -130,9 +134,9 @@ def read_file(path: str | Path) -> dict:
     try:
         content = parse_yaml(Path(path).read_bytes(), origin=path)
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}; give --config a YAML file"]) from error
+        raise ConfigError(f"{path}: {error.strerror}; give --config a YAML file") from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError([f"{path}: must hold sections of keys, as config.yaml does"])
+        raise ConfigError(f"{path}: must hold sections of keys, as config.yaml does")
     return content or {}
 
 
@@ -143,14 +147,15 @@ def parse_override(override: str) -> tuple[str, Any]:
         example = "section.key=value, for example training.num_steps=60; --help lists the keys"
         if override.endswith((".yaml", ".yml")):
             example = f"--config {override}"
-        raise ConfigError([f"{override}: write {example}"])
+        raise ConfigError(f"{override}: write {example}")
     try:
         return key, parse_yaml(text, origin=override)
     except ConfigError as error:
         if may_be_text(key):
             return key, text  # `combine` knows the task's keys
-        fix = f"a text with such characters needs quotes of its own: {key}='\"...\"'"
-        raise ConfigError([f"{error}; {fix}"]) from error
+        raise ConfigError(
+            f"{error}; a text with such characters needs quotes of its own: {key}='\"...\"'"
+        ) from error
 
 
 def as_typed(text: str) -> str | None:
@@ -182,7 +187,7 @@ def may_be_text(key: str) -> bool:
 
 def nest(pairs: Iterable[tuple[str, Any]]) -> dict:
     """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later wins."""
-    nested: dict = {}
+    nested = {}
     for key, value in pairs:
         if value is not None or key not in SECTIONS:  # a section without keys sets nothing
             for name in reversed(key.split(".")):
@@ -234,8 +239,10 @@ def replaced_length(from_file: dict, overrides: dict) -> dict:
     for source, values in (("file", from_file), ("command line", overrides)):
         given = {k: v for k, v in section_of(values, "training").items() if v is not None}
         if "num_steps" in given and "num_epochs" in given:
-            problem = f"it sets num_steps, which the {source} gives too; leave one out"
-            raise ConfigError([f"training.num_epochs = {show(given['num_epochs'])}: {problem}"])
+            raise ConfigError(
+                f"training.num_epochs = {show(given['num_epochs'])}: it sets num_steps, which the "
+                f"{source} gives too; leave one out"
+            )
     if "num_steps" in given:
         return {"training": {"num_epochs": None}}
     return {"training": {"num_steps": Config().training.num_steps}} if "num_epochs" in given else {}

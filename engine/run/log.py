@@ -59,7 +59,7 @@ def logged_by_rewards(run: Run, split: str, own: set[str]) -> Metrics:
     """Means over all ranks of what task.reward gave to log_metric, but not under `own` names."""
     if not run.task.functions:
         return {}
-    sums: dict[str, np.ndarray] = {}
+    sums = {}
     for logged in run.world.gather(run.task.take_logged()):
         for name, pair in logged.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
@@ -112,7 +112,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
     free = 1 - num_bytes / MAX_ROLLOUTS_BYTES
     if free <= 0 or step // every % 4 ** math.floor(-math.log2(free)) != 0:
         return ""
-    weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
+    weights = {}  # of a trajectory's tokens, by its id
     for batch in update.micro_batches:
         row_weights = batch.token_weights.amax(dim=1).tolist()
         # A pass that `equal_passes` adds has rows, but no trajectories.

@@ -59,14 +59,18 @@ def trained_on(described: object, config: Config) -> LoraSettings:
         target_modules=targets,
     )
     if given is not None and (given.r, given.alpha) != (lora.r, lora.alpha):
-        problem = f"the adapter has r: {lora.r}, alpha: {lora.alpha}, and in 4 bits it trains on"
-        raise ConfigError([f"model.lora = {given.model_dump()}: {problem}; write these, or null"])
+        raise ConfigError(
+            f"model.lora = {given.model_dump()}: the adapter has r: {lora.r}, alpha: {lora.alpha}, "
+            "and in 4 bits it trains on; write these, or null"
+        )
     if config.training.kl_coef > 0:
-        problem = "its reference would be the base without the adapter, which in 4 bits cannot be"
-        raise ConfigError([f"training.kl_coef = {config.training.kl_coef}: {problem} merged"])
+        raise ConfigError(
+            f"training.kl_coef = {config.training.kl_coef}: its reference would be the base "
+            "without the adapter, which in 4 bits cannot be merged"
+        )
     for name in ("modules_to_save", "use_dora"):
         if getattr(described, name, None):
-            raise ConfigError([f"model.name: an adapter with {name} cannot train on in 4 bits"])
+            raise ConfigError(f"model.name: an adapter with {name} cannot train on in 4 bits")
     return lora
 
 

@@ -44,9 +44,13 @@ def remark_at_start(run: Run) -> None:
     total = sum(rates)
     least = ROUNDING.get(dtype, 0.0) * median
     if total < least / 100:
-        moves = f"all learning rates together, {total:.1e}, are less than 1% of what half of the"
-        which = f"weights are rounded by in {str(dtype).removeprefix('torch.')}, {least:.1e}"
-        remark(run, "rate", f"{moves} {which}: raise training.learning_rate")
+        remark(
+            run,
+            "rate",
+            f"all learning rates together, {total:.1e}, are less than 1% of what half of the "
+            f"weights are rounded by in {str(dtype).removeprefix('torch.')}, {least:.1e}: raise "
+            "training.learning_rate",
+        )
 
 
 def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Groups) -> None:
@@ -57,17 +61,24 @@ def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Gr
             fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
     if run.task.functions and (num := run.task.num_open) > MANY_TASKS:
-        fix = "a step should await or cancel what it begins, but for a few that serve all steps"
-        remark(run, "tasks", f"async functions of task.reward have left {num:,} tasks open: {fix}")
+        remark(
+            run,
+            "tasks",
+            f"async functions of task.reward have left {num:,} tasks open: a step should await or "
+            "cancel what it begins, but for a few that serve all steps",
+        )
     run.num_alike += len(groups) * run.world.size
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned
     trajectory = groups[0][0]
     if run.num_alike >= ALIKE_GROUPS and run.state.step >= FEW_STEPS:
-        earned = f"every group's rewards were equal so far, the last {trajectory.reward:g}"
-        end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
-        fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
-        remark(run, "alike", f"{earned}: {end}: {fix}")
+        remark(
+            run,
+            "alike",
+            f"every group's rewards were equal so far, the last {trajectory.reward:g}: nothing can "
+            f"be learned from that; a completion ends with {trajectory.text[-60:]!r}: look at "
+            "task.reward, task.prompt and training.max_new_gen_tokens",
+        )
     remark_on_completions(run, metrics, "train", questions, groups)
 
 
@@ -78,18 +89,28 @@ def remark_on_completions(
     is_chat = run.policy.tokenizer.chat_template is not None
     is_cut = metrics[f"{split}/truncated_frac"] > 0.5
     if is_chat and questions and is_cut and isinstance(run.task.pose(questions[0]), str):
-        cut = "most completions were cut off, and this chat model was given plain text"
-        fix = "task.prompt='{prompt}' makes a user's message of it"
-        remark(run, "plain text", f"{cut}: {fix}")
+        remark(
+            run,
+            "plain text",
+            "most completions were cut off, and this chat model was given plain text: "
+            "task.prompt='{prompt}' makes a user's message of it",
+        )
     if (share := metrics.get(f"{split}/reward_timeouts", 0)) > 0.1:
-        fix = "raise task.reward_timeout, or lower task.concurrency"
-        late = f"{share:.0%} of the rewards took too long"
-        remark(run, "timeouts", f"{late} and did not count: {fix}")
+        remark(
+            run,
+            "timeouts",
+            f"{share:.0%} of the rewards took too long and did not count: raise "
+            "task.reward_timeout, or lower task.concurrency",
+        )
     for question, group in zip(questions, groups, strict=True):
         parts = [t.reward_parts.items() for t in group]  # timeout 0 says that nothing was late
         if any(all(x is None for name, x in of if (name, x) != ("timeout", 0)) for of in parts):
-            unpaid = f"no function of task.reward applied to the question {question!r:.200}"
-            remark(run, "unpaid", f"{unpaid}: its reward is 0")
+            remark(
+                run,
+                "unpaid",
+                f"no function of task.reward applied to the question {question!r:.200}: its reward "
+                "is 0",
+            )
 
 
 def remark_on_evaluation(run: Run, metrics: Metrics, questions: list[dict], groups: Groups) -> None:
@@ -103,13 +124,19 @@ def remark_on_evaluation(run: Run, metrics: Metrics, questions: list[dict], grou
         num_right = sum(part >= 1 for part in paid)
         num_partly, num_right = run.world.sum([num_partly, num_right]).tolist()
         if num_partly > 0 and num_right == 0:
-            most = "the part answer was above 0 and never 1, so nothing counts as solved"
-            fix = "let it pay 1 for what is right, or set validation.best_by=reward"
-            remark(run, "partly", f"{most}: {fix}")
+            remark(
+                run,
+                "partly",
+                "the part answer was above 0 and never 1, so nothing counts as solved: let it pay "
+                "1 for what is right, or set validation.best_by=reward",
+            )
         elif num_right == 0 and run.state.step == 0 and run.logger.folder:  # not as it imitates
-            none = "the model solves no validation question, so little can be learned from answers"
-            fix = "begin with easier questions, or imitate answers first (python -m tools.imitate)"
-            remark(run, "unsolved", f"{none}: {fix}")
+            remark(
+                run,
+                "unsolved",
+                "the model solves no validation question, so little can be learned from answers: "
+                "begin with easier questions, or imitate answers first (python -m tools.imitate)",
+            )
 
 
 def remark_on_parts(run: Run) -> None:
@@ -134,13 +161,20 @@ def remark_on_parts(run: Run) -> None:
 def remark_at_end(run: Run) -> None:
     """On a run of which no step has trained, and on evaluations that choose nothing."""
     if not run.state.has_trained:
-        fix = "look at train/reward_std, then at task.reward and training.learning_rate"
-        remark(run, "untrained", f"no step has trained the model: {fix}")
+        remark(
+            run,
+            "untrained",
+            "no step has trained the model: look at train/reward_std, then at task.reward and "
+            "training.learning_rate",
+        )
     elif run.world.is_main:
         metric = run.config.best_metric
         scores = [row.get(metric) for row in read_lines(run.folder / "metrics.jsonl")]
         scores = [score for score in scores if score is not None]
         if len(scores) > 2 and len(set(scores)) == 1:
-            same = f"all {len(scores)} evaluations have the same {metric.removeprefix('eval/')}"
-            fix = "so best/ is the model of the first: let validation.best_by choose by another"
-            remark(run, "evaluations", f"{same}, {fix}")
+            remark(
+                run,
+                "evaluations",
+                f"all {len(scores)} evaluations have the same {metric.removeprefix('eval/')}, so "
+                "best/ is the model of the first: let validation.best_by choose by another",
+            )

@@ -80,15 +80,17 @@ def compare(run: Run, saved: Saved) -> None:
         run.logger.warning(f"{key} has changed: {means}")
     before = saved.config.get("training.num_steps", training.num_steps)
     if before != training.num_steps and training.lr_schedule != "constant":
-        rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
-        change = f"training.num_steps was {before} and is {training.num_steps}"
-        run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
+        run.logger.warning(
+            f"training.num_steps was {before} and is {training.num_steps}: the learning rate goes "
+            f"on at {learning_rate_at(saved.state.step + 1, training):.1e}, as in the longer run"
+        )
     if saved.num_ranks != num_ranks:
         then, now = (config.questions_per_step(n) for n in (saved.num_ranks, num_ranks))
         means = f"a step now has {now} questions, not {then}"
         means = "no longer bit for bit the same" if now == then else means
-        change = f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}"
-        run.logger.warning(f"{change}: {means}")
+        run.logger.warning(
+            f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}: {means}"
+        )
 
 
 def check_newest(root: Path, world: World) -> None:
@@ -103,9 +105,10 @@ def check_newest(root: Path, world: World) -> None:
     (first, here), *others = world.gather((newest, socket.gethostname()))
     for step, host in others:
         if step > first:
-            fix = f"start so that {host} has rank 0, or give a run.dir that all nodes share"
-            problem = f"{host} has a checkpoint of step {step}, and {here} none so new"
-            raise ValueError(f"{problem}: {fix}")
+            raise ValueError(
+                f"{host} has a checkpoint of step {step}, and {here} none so new: start so that "
+                f"{host} has rank 0, or give a run.dir that all nodes share"
+            )
 
 
 def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
@@ -122,8 +125,10 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
         is_ours = content["state"].keys() == asdict(run.state).keys()
         saved = TypeAdapter(Saved).validate_python(content) if is_ours else None
     if saved is None:
-        fix = "go on with that one, or set run.name to start another run"
-        raise ValueError(f"{folder} was saved by another version of this program: {fix}")
+        raise ValueError(
+            f"{folder} was saved by another version of this program: go on with that one, or set "
+            "run.name to start another run"
+        )
     is_there = any(best.glob("*.safetensors"))
     score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
@@ -171,8 +176,10 @@ def lock_folder(folder: Path, warn: Log) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        fix = "wait until it ends, or set run.name to start another run"
-        raise ValueError(f"{folder}: {file.read()} trains there now: {fix}") from None
+        raise ValueError(
+            f"{folder}: {file.read()} trains there now: wait until it ends, or set run.name to "
+            "start another run"
+        ) from None
     except OSError as error:
         warn(f"{folder} cannot be locked ({error.strerror}): do not start this run twice at once")
     file.truncate(0)

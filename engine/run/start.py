@@ -100,8 +100,10 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
     check_world(config, world.size)
     check_same_everywhere(config, world)
     if not world.is_main and os.environ.get("LOCAL_RANK") == "0":
-        here = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
-        print(f"{here}; node 0 prints", flush=True)
+        print(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()}; node 0 prints",
+            flush=True,
+        )
     if config.mode == "train" and ":" in config.training.advantage + config.training.policy_loss:
         from engine.update.user_algorithm import try_algorithm
 
@@ -122,8 +124,9 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
 
         config = start_from_adapter(config, world, logger.info)
     if config.mode == "train" and config.model.load_in_4bit and config.model.lora is None:
-        fix = "cannot be trained; write false, or set model.lora='{r: 8}'"
-        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
+        raise ConfigError(
+            "model.load_in_4bit = true: cannot be trained; write false, or set model.lora='{r: 8}'"
+        )
     return config
 
 

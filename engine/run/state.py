@@ -117,10 +117,12 @@ class Run:
         training = self.stream.questions if self.stream else []
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
-            fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
-            raise ConfigError([f"task.name = {task.name}: each rank has other questions; {fix}"])
+            raise ConfigError(
+                f"task.name = {task.name}: each rank has other questions; make it load the same "
+                "list in each process: sorted(set(...)), not list(set(...))"
+            )
         if len(validation) < world.size:
-            raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
+            raise ConfigError(f"{len(validation)} validation questions for {world.size} ranks")
         self.rests_on["the questions of task.train and task.eval"] = mine
         if self.task.Environment is not None:
             from engine.questions.environment import problems_of_environment
@@ -173,8 +175,10 @@ class Run:
         """Raises FloatingPointError if too many steps in a row were skipped."""
         num = self.state.skipped_in_a_row
         if num >= self.config.training.max_skipped_steps:
-            fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
-            raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
+            raise FloatingPointError(
+                f"loss or gradient not finite in {num} steps in a row: lower "
+                f"training.learning_rate; the best model is in {self.folder / 'best'}"
+            )
 
     def end_step(self, update: Update, position: int) -> None:
         """Count a step.
