@@ -24,9 +24,9 @@ class Clock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def read(self) -> Metrics:
-        seconds = self.seconds
-        self.seconds = {}
-        return {f"time/{phase}_s": value for phase, value in seconds.items()}
+        times = {f"time/{phase}_s": value for phase, value in self.seconds.items()}
+        self.seconds.clear()
+        return times
 
 
 def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) -> Metrics:

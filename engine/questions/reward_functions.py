@@ -215,9 +215,9 @@ class RewardTask(Task):
 
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
-        logged = self.logged
-        self.logged = defaultdict(list)
-        return {name: (sum(values), len(values)) for name, values in logged.items()}
+        taken = {name: (sum(values), len(values)) for name, values in self.logged.items()}
+        self.logged.clear()
+        return taken
 
 
 class EventLoop:

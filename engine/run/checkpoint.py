@@ -52,8 +52,7 @@ def save_best(run: Run, measured: Metrics) -> bool:
         weights = gather_weights(model, run.world)
     best = {"best": score, "best_step": run.state.step, "best_by": run.config.best_by}
     card = model_card(run, measured)
-    folder = run.folder / "best"
-    arguments = (model, run.policy.tokenizer, card, folder, weights, best)
+    arguments = (model, run.policy.tokenizer, card, run.folder / "best", weights, best)
     return save_on_main(run, "best", score, save_model, *arguments)
 
 
@@ -90,11 +89,11 @@ def save_checkpoint(run: Run) -> None:
         "num_alike": run.num_alike,
     }
     model = run.policy.model
-    tokenizer = run.policy.tokenizer
     optimizer = run.optimizer
     name = f"step-{state.step:06d}"
-    keep = run.config.checkpoint.keep
-    write = functools.partial(write_model, model=model, tokenizer=tokenizer, optimizer=optimizer)
+    write = functools.partial(
+        write_model, model=model, tokenizer=run.policy.tokenizer, optimizer=optimizer
+    )
     if run.config.model.shard:
         from engine.update import shards
 
@@ -103,7 +102,9 @@ def save_checkpoint(run: Run) -> None:
         write = functools.partial(
             shards.move_parts, written=folder, num_parts=world.size, num_failed=num_failed
         )
-    save = functools.partial(write_checkpoint, root, known, step=state.step, write=write, keep=keep)
+    save = functools.partial(
+        write_checkpoint, root, known, step=state.step, write=write, keep=run.config.checkpoint.keep
+    )
     state.is_saved = save_on_main(run, "checkpoint", state.step, save)
     if state.is_saved:
         run.logger.info(f"saved checkpoint {root / name}")

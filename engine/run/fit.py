@@ -102,9 +102,10 @@ def longest_row(run: Run) -> int:
 def micro_batch_that_fits(run: Run, row: int) -> int:
     """The tokens of the whole rows that fit on the rank with the least room; 0 if not one does."""
     world = run.world
-    is_cut = run.config.model.shard
     num_rows = 0
-    weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
+    weights = run.trained_weights
+    if run.config.model.shard:
+        weights = [weight.to_local() for weight in weights]
     later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then
     if not run.optimizer.state:
         later += AVERAGES[run.config.training.optimizer] * sum(w.numel() for w in weights)

@@ -190,8 +190,7 @@ def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups
     """
     config = run.config
     world = run.world
-    questions = run.validation_questions
-    metrics |= single_answer_metrics(run.task, questions, groups, greedy, world)
+    metrics |= single_answer_metrics(run.task, run.validation_questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
     run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))

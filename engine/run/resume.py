@@ -45,8 +45,7 @@ def resume(run: Run) -> None:
     world.on_main(checkpoint.mark, folder.parent, folder)  # a kill may have come before
     if config.model.shard:  # each rank reads its own part
         model = run.policy.model
-        num_parts = saved.num_ranks
-        shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
+        shards.load_parts(folder, model, run.optimizer, num_parts=saved.num_ranks, rank=world.rank)
     else:
         world.on_main(load_checkpoint, run, folder)
         world.broadcast_optimizer(run.optimizer)
