@@ -124,6 +124,8 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     for section, keys in HARMLESS.items():
         found = section_of(values, section)
         kept[section] = {key: found[key] for key in keys or found if key in found}
+    if kept["model"].get("compute_dtype") != "float32":  # 16 bits, of a GPU, are slow on a CPU
+        kept["model"].pop("compute_dtype", None)
     if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
         del kept["model"]["attn_implementation"]
     kept, given = config_file.without_other_task(kept, typed), section_of(typed, "task")

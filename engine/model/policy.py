@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
+from engine.core.context import context_of
 from engine.core.distributed import World
 from engine.core.types import Log, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
@@ -36,6 +37,7 @@ class Policy:
     scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
     reference: nn.Module | None = None  # a scorer of the first model, or of the teacher
     teacher: nn.Module | None = None
+    is_in_training: bool = False  # then a row's numbers must not depend on those beside it
 
     @functools.cached_property
     def grad_scaler(self) -> torch.amp.GradScaler:
@@ -53,8 +55,8 @@ class Policy:
     @property
     def context_length(self) -> int | None:
         """The most tokens that the model, and its teacher, can see; None for no limit."""
-        texts = [m.config.get_text_config() for m in (self.model, self.teacher) if m is not None]
-        limits = [getattr(text, "max_position_embeddings", None) for text in texts]
+        models = [model for model in (self.model, self.teacher) if model is not None]
+        limits = [context_of(model, is_steady=self.is_in_training) for model in models]
         return min(filter(None, limits), default=None)
 
     @property
@@ -127,6 +129,13 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
         sampler = sample_by_loop(config, model, dtype, world)
         sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
     policy = Policy(model, sampler, tokenizer, params, dtype)
+    policy.is_in_training = config.mode == "train"
+    steady = context_of(model, is_steady=True)
+    if steady != context_of(model):
+        means = "beyond it a text depends on the rows beside it"
+        if policy.is_in_training:
+            means = "that is its context in training"
+        log(f"warning: this model's positions turn otherwise from {steady:,} tokens on: {means}")
     if config.mode == "train" and config.model.teacher is not None:
         load_teacher(policy, config, world, log)
     return policy

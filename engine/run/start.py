@@ -13,6 +13,7 @@ A config is checked as soon as what the question needs is there:
     check_same_run           what must not have changed since the run was started
 """
 
+import contextlib
 import os
 import socket
 from datetime import date
@@ -71,8 +72,9 @@ def open_or_resume(run: Run) -> None:
             "config_text": dump(config),
         },
     )
-    if run.world.is_main:
-        write_settings(run.folder, config)
+    if run.world.is_main:  # with what auto has chosen, so that mode=evaluate computes the same
+        chosen = {"compute_dtype": str(run.policy.compute_dtype).removeprefix("torch.")}
+        write_settings(run.folder, config.replace(model=config.model.replace(**chosen)))
     run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
     if not run.is_resumed:
         remark_at_start(run)
@@ -133,8 +135,9 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
 def pin(config: Config, world: World, log: Log = no_log) -> Config:
     """Fill in the commits of what is on the hub, and the date that a chat template writes.
 
-    Another start would find both changed, so a run goes on with those in its config.yaml. Raises
-    ValueError if an evaluation could not be written: now, not after all the work.
+    Another start would find both changed, so a run goes on with those in its config.yaml, and with
+    the compute_dtype of its checkpoint. Raises ValueError if an evaluation could not be written:
+    now, not after all the work.
     """
     if config.mode == "evaluate":
         world.on_main(make_folder, run_folder(config))
@@ -148,7 +151,9 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     file = run_folder(config) / "config.yaml"
     began = read_file(file) if file.is_file() else {}
     newest = newest_whole(run_folder(config) / "checkpoints")
-    rests_on = load_state(newest)["config"] if newest else {}
+    rests_on = {}
+    with contextlib.suppress(ValueError, KeyError):  # resuming will say it better
+        rests_on = load_state(newest)["config"] if newest else {}
     if (made_of := run_folder(config) / "base" / MADE_OF).is_file():
         rests_on |= read_file(made_of)
     model = section_of(began, "model")
@@ -156,6 +161,10 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     day = config.task.template_date or str(task.get("template_date") or date.today())
     pins = {"model": {}, "task": {"template_date": day}}
     is_training = config.mode == "train"
+    if is_training and config.model.compute_dtype in ("auto", model.get("compute_dtype")):
+        # config.yaml has what auto chose, and a checkpoint auto itself.
+        chosen = rests_on.get("model.compute_dtype", config.model.compute_dtype)
+        pins["model"]["compute_dtype"] = chosen
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
         name = getattr(config.model, key)
         files = f"the files of model.{key}"
