@@ -81,7 +81,7 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     num = config.validation.num_examples
     rows = load_examples(task, "validation", num_examples=num, seed=0, exclude=[], log=log)
     # Equal questions would narrow the interval.
-    rows = [*{task.question_key(row): row for row in rows}.values()]
+    rows = [*{task.key_of(row): row for row in rows}.values()]
     fit_to_config(task, config, log)
     try:
         check_functions(task, rows[0])
@@ -271,22 +271,20 @@ def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list
 
     Equal questions may stand in two files with other columns beside them, such as an id.
     """
-    keys = {task.question_key(row) for row in known}
+    keys = {task.key_of(row) for row in known}
     texts = {task.asked(row) for row in known}
     if not keys:  # nothing is held out, so nothing need be asked
         return [True] * len(questions)
-    return [
-        task.question_key(row) not in keys and task.asked(row) not in texts for row in questions
-    ]
+    return [task.key_of(row) not in keys and task.asked(row) not in texts for row in questions]
 
 
 def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:
     """The rows of a split, if both splits have the same rows."""
     if not task.functions:  # they hold out as many as are asked for, not 1 question in 8
-        return [row for row in rows if is_in_split(task.question_key(row), split)]
+        return [row for row in rows if is_in_split(task.key_of(row), split)]
     if split == "train":
         return rows  # those of validation were excluded
-    rows = sorted(rows, key=lambda row: hash_of(task.question_key(row)))
+    rows = sorted(rows, key=lambda row: hash_of(task.key_of(row)))
     return rows[: min(num_examples, (len(rows) + 1) // 2)]  # half is left to train on
 
 
