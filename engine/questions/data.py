@@ -36,6 +36,8 @@ from engine.questions.tasks import Hub, hash_of, is_in_split
 from engine.questions.templates import check_chat
 
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")  # as data sets call the right answer
+# What functions of task.reward get by these names, whatever columns a row has
+GIVEN = {"prompts", "completions", "completion_ids", "max_completion_length", "rewards"}
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
 NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
@@ -361,6 +363,10 @@ def parse_table(
         rows.append(row)
     if not task.EXAMPLE_ROW:  # a reward function gets every column, so say which rows lack one
         counts = collections.Counter(name for row in rows for name in row)
+        for name in sorted(counts.keys() & GIVEN if task.functions else ()):
+            log(
+                f"warning: {source}: functions of task.reward get the run's {name}, not this column"
+            )
         if lacking := {name: len(rows) - n for name, n in counts.items() if n < len(rows)}:
             some = ", ".join(f"no {name} in {num}" for name, num in lacking.items())
             log(f"warning: {source}: {some} of its {len(rows)} rows; the others have it")

@@ -98,6 +98,8 @@ ON_THE_COMMAND_LINE = {
     "training.learning_type=ppo": "training.learning_type = ppo: ... 'grpo', 'sil' or 'distill'",
     # slips of the keyboard that would start endless work, or leave nothing to compute with
     "validation.num_examples=1000000000000": "validation.num_examples = 1 ... equal to 1000000",
+    "training.k_best_of_n=8": "training.k_best_of_n = 8: ... write [8, 8]",
+    "training.micro_batch_tokens=auto": "training.micro_batch_tokens = auto: ... auto is null here",
     # values that cannot work together
     "training.k_best_of_n=[8,4]": "training.k_best_of_n = [8, 4]: ... write [4, 4]",
     f"{SIL} training.advantage=over_mean": "training.advantage = over_mean: ... write mean",
@@ -267,6 +269,8 @@ IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's n
     ("countdown", "a.csv", "nums,target\n3 4,5\n3 4,\n", ", row 2: target is ''"),
     ("countdown", "a.csv", 'nums,target\n3 4,5\n"3,5\n4,5\n', ": cannot be loaded (line 3: unexp"),
     ("countdown", "a.csv", "nums,target\n3 4,5\n3,5,6\n", ": cannot be loaded (line 3: more cel"),
+    # Bug: the advice was that a quote within quotes is written twice, and no more.
+    ("countdown", "a.csv", f"nums,target\n{'3' * 140_000},5\n", ": cannot ... into a .jsonl file"),
     ("gsm8k", "a.jsonl", f'{WITH_A}x"}}', ", row 1: answer is '#### x'"),
 ]
 
