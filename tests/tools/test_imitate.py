@@ -276,7 +276,7 @@ def test_an_answer_without_its_rewards_column_is_imitated(
     file, lines = str(write(tmp_path / "a.jsonl", rows)), []
     run = make_run(make_policy(rotary_model_folder), make_config())
     run.config = make_config("task.reward=own:f", "task.train=a.jsonl")
-    run.task, run.logger.info = load_task(run.config.task), lines.append
+    run.task, run.logger.info = make_task("own:f"), lines.append
     read = imitate.read_answers(run.task, run.config, file)
     assert len(imitate.choose_answers(run, read, file, only_solved=False)) == 2
     assert ": 1 answers are imitated ungraded: " in lines[0] and "own.py, line 1: f " in lines[0]
