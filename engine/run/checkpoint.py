@@ -295,7 +295,8 @@ def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
 
 def load_state(folder: Path) -> dict:
     """What `save_checkpoint` has put into state.json."""
-    return json.loads((folder / STATE).read_text("utf-8"))
+    with naming_damage(folder / STATE, remove=folder):
+        return json.loads((folder / STATE).read_text("utf-8"))
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

@@ -119,8 +119,8 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if folder is None:
         return None, None
     best = run.folder / "best"
+    content = checkpoint.load_state(folder)
     with checkpoint.naming_damage(folder / checkpoint.STATE, remove=folder):
-        content = checkpoint.load_state(folder)
         is_ours = content["state"].keys() == asdict(run.state).keys()
         saved = TypeAdapter(Saved).validate_python(content) if is_ours else None
     if saved is None:
