@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from ablations import SOUND  # first: modules
 from common import kept_runs
-from engine.core.statistics import confidence_interval
 from pandas import DataFrame, Series
 
 from engine import ROOT
 from engine.core.files import write_atomically
+from engine.report.pass_at_k import confidence_interval
 
 FIRST = 3  # steps
 Test = Callable[[Series, DataFrame], Series]  # a metric by step, and the run, to where it speaks
