@@ -17,20 +17,21 @@ lack a step that it has. After a kill they may have later ones, which are cut of
 """
 
 import functools
+import itertools
 import os
 import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from engine.core.files import append_durably, cut_lines, json_line, read_lines
-from engine.core.text import format_reward, plain, printable, shorten
+from engine.core.files import append_durably, json_line, open_to_append, read_lines, whole_lines
+from engine.core.text import plain, printable, shorten
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl")
 STEP_FIELDS = (  # label, metric, width, format
@@ -98,7 +99,7 @@ class Logger:
         is_off = None if can_draw else True  # None lets tqdm see whether it is a terminal
         return tqdm(items, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
 
-    def track(self, items: list, description: str, unit: str) -> tqdm:
+    def with_bar(self, items: list, description: str, unit: str) -> tqdm:
         """The items, with a bar that shows how many are done."""
         return self.progress(len(items), description, unit, items)
 
@@ -211,3 +212,20 @@ def moment_of(row: dict[str, Any]) -> tuple[int, bool]:
     """A row's step, and whether it is of the evaluation after it: the order in which rows come."""
     is_evaluation = row.get("split") == "validation" or any(n.startswith("eval/") for n in row)
     return row["step"], is_evaluation
+
+
+def format_reward(reward: float, parts: dict[str, float | None]) -> str:
+    """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
+    applying = {name: value for name, value in parts.items() if value is not None}
+    shown = "  ".join(f"{name} {value:.2f}" for name, value in applying.items())
+    return f"reward {reward:.2f}  ({shown})"
+
+
+def cut_lines(path: Path, is_kept: Callable[[dict], bool]) -> None:
+    """Cut a .jsonl file off behind its last line that is kept, or make an empty one.
+
+    The lines stand in the order in which they were written, and only one at a time is in memory.
+    """
+    with open_to_append(path) as file:
+        kept = itertools.takewhile(lambda line: is_kept(line[0]), whole_lines(path))
+        file.truncate(sum(num_bytes for _, num_bytes in kept))

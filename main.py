@@ -48,7 +48,15 @@ from engine.core.config import Config, TrainingSettings
 from engine.core.distributed import World, init_world
 from engine.core.measures import Clock, add_to_mean, reduce_means
 from engine.core.tensors import autocast, left_pad, pack, right_pad, seeded
-from engine.core.types import Completion, MicroBatch, SamplingParams, Seed, SeedWord, Trajectory
+from engine.core.types import (
+    Completion,
+    Log,
+    MicroBatch,
+    SamplingParams,
+    Seed,
+    SeedWord,
+    Trajectory,
+)
 from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task
 from engine.questions.data import load_questions
@@ -58,7 +66,7 @@ from engine.questions.tasks import load_task
 from engine.report.metrics import evaluation_metrics
 from engine.run.checkpoint import save_best, save_checkpoint
 from engine.run.log import finish, log_evaluation, log_step, report_evaluation, step_metrics
-from engine.run.start import begin, settle_config
+from engine.run.start import open_or_resume, settle_config
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
 from engine.sampling.drawing_processor import DrawingProcessor
@@ -71,8 +79,8 @@ def main(config: Config) -> None:
     with mistakes_cost_one_line():
         run = build_run(config)
         if config.mode == "train":
-            begin(run)  # from its newest checkpoint, if any: weights, optimizer, state, position
-    with crashes_name_the_fix(run.folder, run.training):
+            open_or_resume(run)  # its newest checkpoint has weights, optimizer, state, position
+    with crashes_name_the_fix(run.folder, run.micro_batch_tokens):
         exit_status = run_training(run) if config.mode == "train" else run_evaluation(run)
         run.policy.scorer = None  # frees DDP, which must not outlive the process group
         run.world.leave()
@@ -80,10 +88,10 @@ def main(config: Config) -> None:
 
 
 def build_run(config: Config) -> Run:
-    """Load what the config names on this rank, without what a run has done before: `begin`."""
-    world, notes = init_world()  # rank, number of ranks, and this rank's device
+    """Load what the config names on this rank; `open_or_resume` then reads what it did before."""
+    world, device_lines = init_world()  # rank, number of ranks, this rank's device; what to say
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
-    config = settle_config(config, world, notes, logger)  # fills in what it leaves open
+    config = settle_config(config, world, device_lines, logger)  # fills in what it leaves open
     task = load_task(config.task)
     # policy.model is an AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32.
     # It computes in bf16 on a GPU that has it, otherwise in float16; in fp32 on most CPUs.
@@ -103,9 +111,11 @@ def build_run(config: Config) -> Run:
     return run
 
 
-def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str], None]) -> None:
-    """Make the scorer of log-probabilities (in pieces if logits are large), and wrap it in DDP."""
-    scorer_class = policy.large_logits_scorer(config, world.device, log) or CompletionScorer
+def wrap_policy(policy: Policy, config: Config, world: World, log: Log) -> None:
+    """Make the scorer of log-probabilities, and wrap it in DDP."""
+    scorer_class = CompletionScorer
+    if policy.has_large_logits(config, world.device, log):  # made block by block then
+        from engine.update.head import ChunkedScorer as scorer_class
     policy.scorer = scorer_class(policy.model, policy.compute_dtype)
     if config.training.has_reference:  # a second, frozen model: off by default
         policy.reference = scorer_class(policy.reference_model(config), policy.compute_dtype)
@@ -122,7 +132,9 @@ def wrap_policy(policy: Policy, config: Config, world: World, log: Callable[[str
 
 def run_training(run: Run) -> int:
     """The whole algorithm, in one loop; returns the exit status."""
-    config, world, state = run.config, run.world, run.state
+    config = run.config
+    world = run.world
+    state = run.state
     questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step is a rank's
     per_rank = questions_per_step // world.size
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
@@ -163,7 +175,8 @@ def sample_trajectories(
     The random numbers of a question follow from its seed, whatever the batch that it is in, the
     rank, or what was sampled before. In another batch rounding may differ, and so, rarely, a token.
     """
-    policy, task = run.policy, run.task
+    policy = run.policy
+    task = run.task
     prompts = make_prompts(policy, task, questions, seeds, params, clock)  # ids, seeds
     with clock("rollout"):  # by sampling.backend: grouped, `generate` (below) or vLLM
         groups = decode_in_batches(
@@ -240,7 +253,7 @@ def compute_rewards(
     """The completions as text, each with its reward: the weighted sum of what the task pays."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
     parts = reward_parts(task, texts, questions, groups)  # parts[i][j]: by name
-    rewarded: list[list[Trajectory]] = [[] for _ in groups]
+    rewarded = [[] for _ in groups]
     for i, group in enumerate(groups):
         for j, completion in enumerate(group):
             reward = total_reward(parts[i][j], task.options.reward_weights)
@@ -301,26 +314,32 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
     There is none if a completion, loss or gradient is not finite or overflows float16, nor if there
     is nothing to train on: AdamW moves weights even at a gradient of 0. The outcome says which.
     """
-    policy, optimizer, training = run.policy, run.optimizer, run.training
+    policy = run.policy
+    optimizer = run.optimizer
+    training = run.config.training
     set_learning_rate(optimizer, run.state.step + 1, training)
     if run.count_broken(groups) > 0:  # of all ranks: their logits were not finite
         return Update(Outcome.BROKEN)
-    # With model.shard all ranks need equally many passes: `equal_passes` adds some of weight 0.
-    micro_batches = policy.equal_passes(make_micro_batches(groups, training, run.world))
+    micro_batches = make_micro_batches(groups, training, run.world, run.micro_batch_tokens)
     if not micro_batches:  # no rank has a row to train on
         return Update(Outcome.NOTHING_TO_TRAIN_ON)
-    update, metric_sums = Update(Outcome.UPDATED, micro_batches), {}
+    if run.config.model.shard:  # off by default: all ranks then need equally many passes
+        from engine.update.shards import equal_passes
+
+        micro_batches = equal_passes(micro_batches, run.world)  # some have weight 0
+    update = Update(Outcome.NOTHING_TO_TRAIN_ON, micro_batches)
+    metric_sums = {}
     scaler = policy.grad_scaler  # for float16; otherwise it does nothing
     policy.model.train()  # the sampler calls eval()
     for _ in range(training.num_iterations):
         loss = accumulate_gradients(run, micro_batches, metric_sums)
         scaler.unscale_(optimizer)
-        grad_norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm)
-        update.metrics |= {"train/loss": loss, "train/grad_norm": grad_norm.item()}
-        update.outcome = Outcome.of(loss, grad_norm.item(), scaler, training)  # finite, and not 0?
+        norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm).item()
+        update.metrics |= {"train/loss": loss, "train/grad_norm": norm}
+        update.outcome = Outcome.of(loss, norm, scaler, training)  # finite, and not 0?
         if update.outcome is Outcome.UPDATED:
             scaler.step(optimizer)
-            update.has_moved = True  # and stays so if a later iteration is broken
+            update.moved_weights = True  # and stays so if a later iteration is broken
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
         optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's views are kept, zeroed
         if update.outcome is not Outcome.UPDATED:
@@ -331,7 +350,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
 
 
 def make_micro_batches(
-    groups: list[list[Trajectory]], training: TrainingSettings, world: World
+    groups: list[list[Trajectory]], training: TrainingSettings, world: World, max_tokens: int
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
@@ -347,10 +366,11 @@ def make_micro_batches(
     if num_trained == 0:
         return []
     if not trained:  # DDP needs a backward pass from each rank: a placeholder, of weight 1 / inf
-        trained, num_rows, num_tokens = batch[:1], torch.inf, torch.inf
+        trained = batch[:1]
+        num_rows = num_tokens = torch.inf
     return [
         make_micro_batch(rows, training, world.device, num_rows=num_rows, num_tokens=num_tokens)
-        for rows in pack(trained, training.micro_batch_tokens)
+        for rows in pack(trained, max_tokens)
     ]
 
 
@@ -363,9 +383,12 @@ def make_micro_batch(
     num_tokens: float,
 ) -> MicroBatch:
     """Tensors on the device; the counts are those of the whole batch over all ranks."""
-    token_ids, is_sampled, log_probs = [], [], []
+    token_ids = []
+    is_sampled = []
+    log_probs = []
     for t in trajectories:
-        completion, num_prompt = t.completion, len(t.prompt_ids)
+        completion = t.completion
+        num_prompt = len(t.prompt_ids)
         token_ids.append(t.prompt_ids + completion.token_ids)
         # End tokens are trained. What a tool has written, if any, is read only, as the prompt is.
         is_sampled.append([False] * num_prompt + (~completion.is_inserted).tolist())
@@ -389,7 +412,8 @@ def token_weights(
 
     The counts are of all ranks: neither their number nor the micro-batches' size matters.
     """
-    mask, normalization = mask.float(), training.loss_normalization
+    mask = mask.float()
+    normalization = training.loss_normalization
     if normalization == "dr_grpo":  # the default, rows * length limit: arXiv:2503.20783
         return mask / (num_rows * training.max_new_gen_tokens)
     if normalization == "token":  # DAPO, arXiv:2503.14476
@@ -407,11 +431,13 @@ def accumulate_gradients(
     DDP averages gradients over the ranks, and ours must add up: hence `world.size`. DDP does so in
     the last micro-batch alone (`no_sync`), since ranks may have unequally many; shards do in each.
     """
-    policy, world, losses = run.policy, run.world, []
-    for micro_batch in run.logger.track(micro_batches, "update", "batch"):
+    policy = run.policy
+    world = run.world
+    losses = []
+    for micro_batch in run.logger.with_bar(micro_batches, "update", "batch"):
         syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
         with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
-            loss = micro_batch_loss(policy, micro_batch, run.training, metric_sums)
+            loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)
             policy.grad_scaler.scale(world.size * loss).backward()  # float16's factor, or 1
         losses.append(loss.detach())
     return world.sum([sum(torch.stack(losses).tolist())]).item()  # Python's sum: MPS has no float64
@@ -426,7 +452,8 @@ def micro_batch_loss(
     )
     token_loss = -batch.advantages[:, None] * log_probs  # (B, S)
     weights = batch.token_weights  # (B, S), 1 / (rows of all ranks * length limit) by default
-    metrics, is_first = {}, batch.old_log_probs is None  # in the first of num_iterations
+    metrics = {}
+    is_first = batch.old_log_probs is None  # in the first of num_iterations
     if is_first:
         batch.old_log_probs = log_probs.detach()
         metrics["train/sampler_mismatch"] = (batch.old_log_probs - batch.sampler_log_probs).abs()
@@ -447,7 +474,8 @@ class CompletionScorer(nn.Module):
 
     def __init__(self, model: nn.Module, compute_dtype: torch.dtype):
         super().__init__()
-        self.model, self.compute_dtype = model, compute_dtype
+        self.model = model
+        self.compute_dtype = compute_dtype
 
     def forward(self, input_ids: Tensor, mask: Tensor, *, temperature: float) -> Tensor:
         """Log-probabilities (B, S) of the tokens input_ids (B, S) where the mask is True, else 0.
@@ -458,12 +486,12 @@ class CompletionScorer(nn.Module):
         """
         # Logits at column c predict the token at c + 1. columns: each whose next one a row scores.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,)
-        token_ids, is_scored = input_ids[:, columns + 1], mask[:, columns + 1]  # (B, K)
+        token_ids = input_ids[:, columns + 1]  # (B, K)
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # keeps no copies
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
-        everywhere = log_probs.new_zeros(mask.shape)  # (B, S)
-        return everywhere.index_copy(1, columns + 1, log_probs.masked_fill(~is_scored, 0.0))
+        log_probs = log_probs.masked_fill(~mask[:, columns + 1], 0.0)  # (B, K)
+        return log_probs.new_zeros(mask.shape).index_copy(1, columns + 1, log_probs)  # (B, S)
 
 
 def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) -> Tensor:
@@ -478,15 +506,17 @@ def token_log_probs(logits: Tensor, token_ids: Tensor, *, temperature: float) ->
 
 def evaluate(run: Run) -> None:
     """Measure the policy on all validation questions, log that, and keep it if it is the best."""
-    state, clock = run.state, Clock()
+    state = run.state
+    clock = Clock()
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
     score = metrics[run.config.best_metric]  # higher is better
-    state.keep_scores(metrics, score)  # for the summary and the model card
-    is_broken = run.count_broken(groups) > 0  # such a model is no best
-    is_best = not is_broken and (state.best is None or score > state.best)
-    if is_best and save_best(run, metrics):  # rank 0 writes best/; False on all if it cannot
-        state.best, state.best_step = score, state.step
+    state.remember_scores(metrics, score)  # for the summary and the model card
+    is_best = state.best is None or score > state.best
+    # Not where logits are not finite, nor where rank 0 cannot write it: all ranks know both.
+    if run.count_broken(groups) == 0 and is_best and save_best(run, metrics):
+        state.best = score
+        state.best_step = state.step
     run.world.ask_whether_to_stop()
 
 
@@ -496,10 +526,9 @@ def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[
         f"evaluating: {len(run.validation_questions):,} questions "
         f"x {run.config.validation.best_of_n} samples"
     )
-    with clock("eval"):
-        with run.world.left_by_all():  # a signal ends it at the next token, then all ranks leave
-            groups = sample_validation(run)
-        return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
+    with clock("eval"), run.world.left_by_all():  # a signal ends it at the next token, on all ranks
+        groups = sample_validation(run)
+    return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
 
 
 def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Trajectory]]:
@@ -525,8 +554,8 @@ def run_evaluation(run: Run) -> int:
     """mode=evaluate: measure as training would, and greedily; returns the exit status."""
     clock = Clock()
     metrics, groups = measure_policy(run, clock)
-    is_greedy = run.config.validation.temperature == 0
-    greedy = groups if is_greedy else sample_validation(run, is_greedy=True)
+    has_greedy = run.config.validation.temperature == 0
+    greedy = groups if has_greedy else sample_validation(run, is_greedy=True)
     return report_evaluation(run, metrics | clock.read(), groups, greedy)
 
 

@@ -132,7 +132,13 @@ SWITCHES = {
 }
 AT_EQUAL_MINUTES = ("most-varied-half", "fresh-questions")
 SHOWN_ONLY = [*AT_EQUAL_MINUTES, "top-k-10", "bf16-weights", "sil-1-unequal", "default-processor"]
-SHOWN_ONLY += ["evolution", "stale-8-dppo-0.1", "stale-8-dppo-0.2", "stale-8-dppo-0.3"]
+SHOWN_ONLY += ["evolution", "entropy-lr-x2", "only-worse", "only-better", "only-wrong"]
+SHOWN_ONLY += [
+    f"stale-{age}{ending}"
+    for age, endings in AGES.items()
+    for ending in endings
+    if ending.startswith(("-ipo", "-dro", "-dppo-"))
+]
 # The rows of both labs: what is known to matter, and what others say does
 IN_BOTH = ("default", "zscore", "token", "sequence", "sum", "group-4", "group-32", "lr-x0.5")
 IN_BOTH += ("lr-x2", "kl-0.02", "sil-1", "lora-r8-lr-x10", "iterations-2", "iterations-4")

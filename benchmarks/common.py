@@ -34,7 +34,7 @@ def load_run(arguments: Sequence[str]) -> Run:
     """What main.py loads, given these arguments."""
     run = main.build_run(load_config(list(arguments)))
     if run.config.mode == "train":
-        main.begin(run)
+        main.open_or_resume(run)
     return run
 
 

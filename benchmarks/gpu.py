@@ -1,13 +1,18 @@
 """What only a GPU can show, one command a part: is it right, how fast is it, does a step fit.
 
-    python benchmarks/gpu.py correctness     # then adapters (needs peft, bitsandbytes), speed, step
+    python benchmarks/gpu.py correctness     # then step, speed, and the others in PARTS
     python benchmarks/gpu.py step --quick    # toys on any device: does it run?
-    python benchmarks/gpu.py evening --weights QWEN --data GSM8K    # a quarter of an hour on a card
+    python benchmarks/gpu.py evening --weights QWEN --data GSM8K --out FOLDER
 
 Random weights in the shape of Qwen2.5-3B; no network. Each part is meant for one GPU of 80 GB or
 more and at most 5 minutes. Each of its checks prints a table when it has ended, and all figures so
 far are written to gpu-<part>.json in the folder of `--out`: a check that raises, or a part that is
 killed, costs no others. Some figures have an aim; the exit status is 1 if one is not reached.
+
+The evening is a quarter of an hour with a card: the parts in EVENING, what is worth most first,
+each in a process of its own that is killed when its time is up. The next call with the same folder
+leaves out what is done. QWEN has the shape of Qwen2.5-0.5B-Instruct; GSM8K has train.jsonl. `lora`
+needs peft and bitsandbytes.
 
 Then by hand: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before `step`. Without it 30 GB
 were reserved for 23 allocated, on a stand-in for CUDA, and torch warned of failed allocations that
@@ -18,6 +23,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -29,7 +35,7 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,40 +43,44 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import bf16_copy, in_turns, print_table, synchronize, time_once  # first: the modules
-from rollouts import TINY, Size, Workload
+from rollouts import Size, Workload
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from engine import ROOT
 from engine.core.distributed import World, order_ddp_buckets
+from engine.core.files import read_lines
 from engine.core.tensors import autocast, right_pad
-from engine.core.types import PromptBatch, SamplingParams, Trajectory
+from engine.core.types import SamplingParams, Trajectory
 from engine.model.load import recompute
-from engine.model.policy import Policy, load_policy
+from engine.model.policy import Policy
 from engine.report.metrics import peak_memory_gb
 from engine.run.config_file import load_config
 from engine.run.state import Run
-from engine.sampling.batches import decode_in_batches
 from engine.sampling.draw import draw_uniforms
 from engine.sampling.graphs import CapturedSteps, decode_captured
 from engine.sampling.grouped import DecodeBatch, decode_grouped
 from engine.sampling.sampler import choose_loop, sample_by_loop
-from engine.update.head import ChunkedScorer, head_log_probs
+from engine.update.head import ChunkedScorer
 from engine.update.optimizer import make_optimizer
 from logger import Logger
-from main import assign_advantages, generate, update_policy, wrap_policy
+from main import assign_advantages, update_policy
 
 RECIPE = ROOT / "configs/countdown-qwen2.5-3b.yaml"
+QWEN, LORA = "gsm8k-qwen2.5-0.5b", "gsm8k-qwen2.5-1.5b-lora"  # recipes for real weights
+RANK = "model.lora.r=32"  # the recipe's, for the toy
+IN_BF16, IN_FP16 = "model.compute_dtype=bfloat16", "model.compute_dtype=float16"
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers")
 SIZES += ("num_attention_heads", "num_key_value_heads", "vocab_size")
 TOY = dict(zip(SIZES, (16, 32, 1, 2, 1, 600), strict=True))
 QWEN_3B = dict(zip(SIZES, (2048, 11008, 36, 16, 2, 151936), strict=True))
-QWEN_05B = dict(zip(SIZES, (896, 4864, 24, 14, 2, 151936), strict=True))
 PROMPT_TOKENS, MEAN_LENGTH = 128, 400
-CARD_BYTES = 80e9  # what the step may use; the rest of a larger GPU is filled with ballast
+CARD_BYTES, T4_BYTES = 80e9, 14e9  # what may be used; the rest of a GPU is filled with ballast
 FEW = ["training.k_best_of_n=[4,4]", "task.max_train_examples=64", "checkpoint.every=1"]
 FEW += ["training.num_samples_per_step=1", "validation.num_examples=2", "validation.best_of_n=1"]
+FAILED = "failed"  # in the place of a unit: the check has raised
+SIL = ["training.learning_type=sil", "training.k_best_of_n=[2,4]"]  # trains whatever is earned
 NO_ENDS = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "eos_ids": (), "pad_id": 0}
 
 
@@ -103,8 +113,8 @@ class Setting:
     device: torch.device
     is_quick: bool
     weights: Path = Path("none")  # of Qwen2.5-0.5B-Instruct, or a model of its shape
-    data: Path = Path("none")  # of GSM8K: train.jsonl and test.jsonl
-    out: Path = Path()  # where figures go, and what an evening trains
+    data: Path = Path("none")  # of GSM8K: train.jsonl
+    out: Path = Path()  # where figures go
 
     @property
     def shape(self) -> dict[str, int]:
@@ -394,44 +404,6 @@ def check_ddp(setting: Setting) -> list[Row]:
     ]
 
 
-# Adapters: what needs peft and bitsandbytes
-
-
-def check_8bit_averages(setting: Setting) -> list[Row]:
-    return check_optimizers(setting, ("adamw_8bit",))
-
-
-def check_lora(setting: Setting, in_4bit: str = "false") -> list[Row]:
-    """LoRA on a few layers: a gradient, and the backend that is chosen."""
-    with tempfile.TemporaryDirectory() as folder:
-        random_model(setting.few_layers, torch.device("cpu")).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-        overrides = [f"model.name={folder}", "model.lora.r=8", f"model.load_in_4bit={in_4bit}"]
-        overrides += ["training.learning_rate=1e-4"]
-        config = load_config(["--config", os.devnull, *overrides])
-        world = World(rank=0, size=1, device=setting.device)
-        log = Logger(rank=1).info
-        policy = load_policy(config, world, log)
-        wrap_policy(policy, config, world, log)
-    prompts = PromptBatch([[5, 9, 30]], [(0, 0)])
-    params = dataclasses.replace(policy.params, max_new_tokens=4)
-    groups = decode_in_batches(
-        policy.sampler, prompts, params, None, Logger(rank=1), generate=generate
-    )
-    ids = torch.arange(2, 34, device=setting.device)[None]
-    policy.model.train()
-    policy.scorer(ids, ids > 0, temperature=1.0).sum().backward()
-    trained = [p for p in policy.model.parameters() if p.requires_grad]
-    is_finite = all(p.grad is not None and p.grad.isfinite().all() for p in trained)
-    fast = policy.sampler.loop is setting.fast_loop
-    name = f"LoRA, 4 bits {in_4bit}"
-    return [
-        Row(f"{name}: gradients are finite", is_finite, "", at_least=1),
-        Row(f"{name}: the fast path", fast, "", at_least=1),
-        Row(f"{name}: a group is sampled", len(groups[0]) == params.group_size, "", at_least=1),
-    ]
-
-
 # Speed
 
 
@@ -500,32 +472,6 @@ def time_rollout(setting: Setting) -> list[Row]:
     ]
 
 
-def time_head(setting: Setting) -> list[Row]:
-    """Head and loss at an aligned and an unaligned number of tokens; products of two widths."""
-    tokens, hidden_size, vocabulary = (10_240, 10_237), 2048, 151_936
-    if setting.is_quick:
-        tokens, hidden_size, vocabulary = (64, 61), 16, 999
-    make = functools.partial(torch.randn, device=setting.device)
-    head = nn.Linear(hidden_size, vocabulary, bias=False, device=setting.device)
-
-    def score(num_tokens: int) -> None:
-        hidden = make(num_tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        ids = torch.zeros(num_tokens, dtype=torch.long, device=setting.device)
-        head_log_probs(hidden, head, ids, temperature=1.0).sum().backward()
-
-    def multiply(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, weight)
-
-    functions = {f"head of {n} tokens": functools.partial(score, n) for n in tokens}
-    for width in (1600, 1638):
-        hidden = make(tokens[1], hidden_size, dtype=torch.bfloat16)
-        weight = make(width, hidden_size, dtype=torch.bfloat16)
-        name = f"product of {tokens[1]} tokens and {width} columns"
-        functions[name] = functools.partial(multiply, hidden, weight)
-    seconds = in_turns(functions, repeats=1 if setting.is_quick else 5)
-    return [Row(name, 1000 * statistics.median(s), "ms") for name, s in seconds.items()]
-
-
 def time_update(setting: Setting) -> list[Row]:
     """Forward and backward of a micro-batch, as a share of the rate of one bf16 product.
 
@@ -588,18 +534,10 @@ class Step:
 
 def measure_step(setting: Setting, name: str = "plain") -> list[Row]:
     """The published step on a GPU that has 80 GB or is made to have no more."""
-    ballast_bytes = 0
-    if setting.device.type == "cuda" and not setting.is_quick:
-        total = torch.cuda.get_device_properties(setting.device).total_memory
-        ballast_bytes = max(0, int(total - CARD_BYTES))
-    ballast = torch.empty(ballast_bytes, dtype=torch.uint8, device=setting.device)
-    with one_rank(setting) if name == "DDP" else contextlib.nullcontext():
-        step = Step(setting, fused=name == "fused norms")
-        if name == "DDP":
-            step.run.policy.scorer = in_ddp(step.run.policy.scorer, setting)
-        phases = {"rollout": step.rollout, "update": step.update}
-        seconds = {phase: s[0] for phase, s in in_turns(phases, repeats=1).items()}
-        step.run.policy.scorer = None  # frees DDP before its process group
+    ballast = fill_card(setting, but=CARD_BYTES)
+    step = Step(setting, fused=name == "fused norms")
+    phases = {"rollout": step.rollout, "update": step.update}
+    seconds = {phase: s[0] for phase, s in in_turns(phases, repeats=1).items()}
     peak_gb = peak_memory_gb(setting.device) - ballast.nbytes / 1e9
     return [
         *(Row(f"{name}: {phase}", s, "s") for phase, s in seconds.items()),
@@ -608,78 +546,106 @@ def measure_step(setting: Setting, name: str = "plain") -> list[Row]:
     ]
 
 
-# An evening with a card: what is short and asked for most comes first
+def fill_card(setting: Setting, *, but: float) -> torch.Tensor:
+    """Ballast that leaves so many bytes of a GPU free; none in a toy."""
+    num_bytes = 0
+    if setting.device.type == "cuda" and not setting.is_quick:
+        num_bytes = max(0, int(torch.cuda.mem_get_info(setting.device)[0] - but))
+    return torch.empty(num_bytes, dtype=torch.uint8, device=setting.device)
 
 
-def time_small_updates(setting: Setting) -> list[Row]:
-    """Seconds of 32,768 tokens at 0.5B, in micro-batches of three sizes; rows of 512 tokens."""
-    row, sizes = (8, (8, 16)) if setting.is_quick else (512, (2048, 8192, 32768))
-    model = random_model(TOY if setting.is_quick else QWEN_05B, setting.device)
-    return [
-        Row(
-            f"update of {sizes[-1]:,} tokens by {tokens:,}",
-            seconds_of_update(setting, model, tokens // row, row) * sizes[-1] / tokens,
-            "s",
-        )
-        for tokens in sizes
-    ]
+# What an evening has beside correctness: whole runs
 
 
-def train_real(setting: Setting) -> list[Row]:
-    """The 0.5B recipe on real weights, and what its first and its last model solve of the test.
+def train(
+    setting: Setting,
+    name: str,
+    settings: Sequence[str] = (),
+    *,
+    num_steps: int = 2,
+    and_then: Callable[[Setting, str], list[Row]] | None = None,
+) -> list[Row]:
+    """Steps of a recipe by main.py, on the weights and questions that were given.
 
-    best/ is chosen on 256 training questions that are held out. After `run_s` the run is stopped as
-    a user would, unless its 100 steps are done; it stays in the folder of `--out`. As a toy, two
-    steps of the default. Left out if the weights are not there within 3 minutes.
+    A toy makes two steps of sil. `and_then` gets the run's folder.
     """
-    run_s, wait_s = (60, 0) if setting.is_quick else (330, 180)
-    weights, data, folder = setting.weights, setting.data, setting.out / "real"
-    arguments = ["--config", "configs/gsm8k-qwen2.5-0.5b.yaml", f"model.name={weights}"]
-    arguments += [f"task.train={data}/train.jsonl", f"task.eval={data}/train.jsonl"]
-    test = [f"task.eval={data}/test.jsonl", "logging.samples=1319"]
-    held_out = ["validation.num_examples=256", "validation.every=25", "checkpoint.every=1000"]
+    questions = setting.data / "train.jsonl"  # main.py holds an eighth of them out
+    arguments = [f"--config=configs/{name}.yaml", f"model.name={setting.weights}"]
+    arguments += [f"task.train={questions}", f"task.eval={questions}"]
+    arguments += ["validation.num_examples=256", "checkpoint.every=1000"]
     if setting.is_quick:
-        arguments, test, weights = [*FEW, "training.max_new_gen_tokens=8"], [], TINY
-        held_out = ["training.num_steps=2"]
-    deadline = time.monotonic() + wait_s
-    while not (weights / "config.json").is_file():
-        if time.monotonic() > deadline:
-            return [Row("real weights: not there", 0.0, "")]
-        time.sleep(1)
-    command = [sys.executable, "main.py", *arguments, f"run.dir={folder.parent}", "run.name=real"]
-    process = subprocess.Popen([*command, *held_out], cwd=ROOT)
-    try:
-        process.wait(run_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its step, and saves
-        process.wait()
-    for model in (weights, folder / "checkpoints/last"):
-        subprocess.run([*command, "mode=evaluate", f"model.name={model}", *test], cwd=ROOT)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+        arguments, num_steps = [*FEW, "training.max_new_gen_tokens=8", *SIL], 2
+    arguments += [f"training.num_steps={num_steps}", f"validation.every={num_steps}", *settings]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "main.py", *arguments, f"run.dir={folder}", "run.name=x"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        rows = read_lines(Path(folder, "x/metrics.jsonl"))
+        more = and_then(setting, f"{folder}/x") if and_then else []
+    return [*rows_of_run(rows, num_steps), *more]
+
+
+def rows_of_run(rows: list[dict], num_steps: int) -> list[Row]:
+    """Of metrics.jsonl: steps, median seconds, the peak, and pass@1 before and after."""
     steps = [row for row in rows if "time/step_s" in row]
-    names = ["time/step_s", "time/rollout_s", "time/update_s", "perf/tokens_per_s"]
-    found = [Row(name, statistics.median(row[name] for row in steps), "") for name in names]
+    num_trained = sum(row.get("train/grad_norm", 0) > 0 for row in steps)
+    found = [Row("steps", len(steps), "", at_least=num_steps)]
+    found.append(Row("steps that trained", num_trained, "", at_least=1))
+    for key in ("time/step_s", "time/rollout_s", "time/update_s"):
+        found.append(Row(f"{key}, median", statistics.median(row[key] for row in steps), "s"))
     found.append(Row("peak memory", steps[-1]["perf/peak_memory_gb"], "GB"))
-    files = sorted(folder.glob("eval-*/metrics.json"))[-2:]  # an earlier evening may have left some
-    ends = [json.loads(file.read_text()) for file in files]
-    for when, measured in zip(("before", "after"), ends, strict=True):
-        for name in ("strict", "strict_low", "strict_high", "lenient", "truncated_frac"):
-            if f"eval/{name}" in measured:
-                found.append(Row(f"{name} {when}", measured[f"eval/{name}"], ""))
-    return [Row("steps", len(steps), "", at_least=1), *found]
+    rates = [row["eval/pass@1"] for row in rows if "eval/pass@1" in row]
+    return [*found, Row("pass@1 before", rates[0], ""), Row("pass@1 after", rates[-1], "")]
 
 
-def train_lora(setting: Setting) -> list[Row]:
-    """Two steps of the embedded model with an adapter, in both precisions."""
-    rows = []
-    for dtype in ("bfloat16", "float16"):
-        with tempfile.TemporaryDirectory() as folder:
-            settings = [*FEW, "model.lora.r=8", f"model.compute_dtype={dtype}"]
-            settings += ["training.max_new_gen_tokens=32", "training.num_steps=2"]
-            command = [sys.executable, "main.py", f"run.dir={folder}", *settings]
-            is_done = subprocess.run(command, cwd=ROOT).returncode in (0, 1)
-            rows.append(Row(f"two steps with LoRA in {dtype}", is_done, "", at_least=1))
-    return rows
+def merge(setting: Setting, run: str) -> list[Row]:
+    """A run's adapter, exported, merged and loaded again."""
+    export = [sys.executable, "-m", "tools.export", run, "--merge"]
+    subprocess.run(export, cwd=ROOT, check=True)
+    merged = AutoModelForCausalLM.from_pretrained(f"{run}/merged").to(setting.device)
+    logits = merged(torch.tensor([[1, 2, 3]], device=setting.device)).logits
+    return [Row("merged: finite logits", bool(logits.isfinite().all()), "", at_least=1)]
+
+
+def train_as_on_t4(setting: Setting) -> list[Row]:
+    """Two steps of the T4's recipe, where no more memory is free than it may use."""
+    ballast = fill_card(setting, but=T4_BYTES)
+    rows = train(setting, "gsm8k-qwen2.5-0.5b-t4", [IN_FP16])
+    del ballast
+    aim = setting.speed_aim(at_most=T4_BYTES / 1e9)
+    return [dataclasses.replace(r, **aim) if r.name == "peak memory" else r for r in rows]
+
+
+def time_captured_norms(setting: Setting) -> list[Row]:
+    """A captured decode step as it is, and with norms by torch's fused kernel."""
+    model = bf16_copy(random_model(setting.shape, setting.device))
+    rows = time_steps(setting, model)
+    fuse_norms(model)
+    fused = time_steps(setting, model)
+    return [*rows, *(dataclasses.replace(row, name=f"{row.name}, fused norms") for row in fused)]
+
+
+def compare_with_plain(setting: Setting, dtype: str) -> list[Row]:
+    """plain.py and main.py, three steps of the default; torch leaves TF32 off."""
+    if dtype == "bfloat16" and setting.device.type == "cpu":
+        return []  # plain.py has it on a GPU alone
+    from plain_side import compare  # nothing else needs plain.py
+
+    sizes = ["training.num_steps=3", "validation.num_examples=8", "validation.best_of_n=1"]
+    if setting.is_quick:
+        sizes += ["training.num_samples_per_step=2", "training.max_new_gen_tokens=32"]
+        sizes += ["training.num_steps=1", *SIL]
+    with tempfile.TemporaryDirectory() as folder:
+        figures = compare(Path(folder), [*sizes, f"model.compute_dtype={dtype}"])
+    aims = {"norms of the gradient, apart": 1e-3} if dtype == "float32" else {}
+    return [Row(f"{dtype}: {name}", value, "", aims.get(name)) for name, value in figures.items()]
+
+
+def sample_by_vllm(setting: Setting) -> list[Row]:
+    """Two steps by vLLM, where one for the installed torch is there already."""
+    if importlib.util.find_spec("vllm") is None:
+        print("no vLLM is installed")
+        return []
+    return train(setting, QWEN, ["sampling.backend=vllm"])
 
 
 PARTS: dict[str, dict[str, Callable[[Setting], list[Row]]]] = {
@@ -690,78 +656,147 @@ PARTS: dict[str, dict[str, Callable[[Setting], list[Row]]]] = {
         "DDP": check_ddp,
         "resume": check_resume,
     },
-    "adapters": {
-        "8-bit averages": check_8bit_averages,
-        "LoRA": check_lora,
-        "LoRA on 4 bits": functools.partial(check_lora, in_4bit="true"),
-    },
     "speed": {
         "rollout": time_rollout,
-        "head": time_head,
         "update": time_update,
     },
     "step": {
-        f"step, {name}": functools.partial(measure_step, name=name)
-        for name in ("plain", "fused norms", "DDP")
+        "plain": measure_step,
+        "fused norms": functools.partial(measure_step, name="fused norms"),
+        "captured norms": time_captured_norms,
     },
+    "lora": {
+        "bfloat16": functools.partial(train, name=LORA, settings=[RANK, IN_BF16], and_then=merge),
+        "float16": functools.partial(train, name=LORA, settings=[RANK, IN_FP16]),
+        "4 bits": functools.partial(train, name=LORA, settings=[RANK, "model.load_in_4bit=true"]),
+        "8-bit averages": functools.partial(check_optimizers, names=("adamw_8bit",)),
+    },
+    "float16": {"as on a T4": train_as_on_t4},
+    "gsm8k": {"thirty steps": functools.partial(train, name=QWEN, num_steps=30)},
+    "plain": {
+        dtype: functools.partial(compare_with_plain, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+    },
+    "vllm": {"two steps": sample_by_vllm},
 }
-# Real weights may still be on their way to the machine while the first are at work.
-PARTS["evening"] = {
-    "small updates": time_small_updates,
-    **PARTS["correctness"],
-    "real weights": train_real,
-    **PARTS["step"],
-    "LoRA by main.py": train_lora,
-    **PARTS["adapters"],
-}
+# What is worth most comes first; the seconds that a part may take
+EVENING = {"correctness": 120, "lora": 200, "float16": 90, "step": 210, "gsm8k": 240}
+EVENING |= {"plain": 120, "vllm": 120}
+
+
+def run_evening(setting: Setting, parts: Sequence[str]) -> bool:
+    """Run what is not done yet; whether all is now, and has reached its aims."""
+    table, is_well, may_be = [], True, {"vllm": "skipped"}
+    for part in parts:
+        if figures_of(setting, part)["state"] != "done":
+            run_part(setting, part)
+        found = figures_of(setting, part)
+        missed = sum(not row["is_reached"] for row in found["rows"])
+        times = f"{found['seconds']:.0f} of {EVENING[part]} s"
+        table.append([part, found["state"], times, len(found["rows"]), missed])
+        is_well &= missed == 0 and found["state"] in ("done", may_be.get(part))
+    print_table(["part", "state", "time", "figures", "aims missed"], table)
+    return is_well
+
+
+def figures_of(setting: Setting, part: str) -> dict:
+    file = setting.out / f"gpu-{part}.json"
+    if not file.exists():  # its first check was not over
+        return {"state": "cut off", "seconds": 0.0, "rows": []}
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def run_part(setting: Setting, part: str) -> None:
+    """In a process of its own, which is killed with all that it has started when its time is up."""
+    (setting.out / f"gpu-{part}.json").unlink(missing_ok=True)
+    command = [sys.executable, __file__, part, "--out", str(setting.out)]
+    command += ["--weights", str(setting.weights), "--data", str(setting.data)]
+    command += ["--quick"] if setting.is_quick else []
+    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    try:
+        process.wait(EVENING[part])
+    except subprocess.TimeoutExpired:
+        print(f"{part}: its {EVENING[part]} s are over", flush=True)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def measure(setting: Setting, part: str, checks: Sequence[str]) -> bool:
+    """Print and keep what each check finds; whether all aims are reached."""
+    start, rows, figures = time.perf_counter(), [], []
+    for check in checks:
+        new = rows_of(check, PARTS[part][check], setting)
+        print_table([check, "measured", "aim", "reached"], [row.cells() for row in new])
+        rows += new
+        of_all = {"check": check}
+        figures += [of_all | dataclasses.asdict(r) | {"is_reached": r.is_reached} for r in new]
+        result = {
+            "part": part,
+            "state": state_of(rows, is_over=check == checks[-1]),
+            "device": device_name(setting.device),
+            "seconds": time.perf_counter() - start,
+            "rows": figures,
+        }
+        text = json.dumps(result, indent=1, default=float) + "\n"
+        (setting.out / f"gpu-{part}.json").write_text(text, encoding="utf-8")
+    print(f"{result['seconds']:.0f} s")
+    return all(row.is_reached for row in rows)
+
+
+def state_of(rows: list[Row], *, is_over: bool) -> str:
+    """What a part's file says of it; "cut off" holds unless the next check writes anew."""
+    if not is_over:
+        return "cut off"
+    if not rows:
+        return "skipped"
+    return FAILED if any(row.unit == FAILED for row in rows) else "done"
 
 
 def rows_of(name: str, check: Callable[[Setting], list[Row]], setting: Setting) -> list[Row]:
     """What the check finds; if it raises, one row that says so, and is not reached."""
     try:
         return check(setting)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         problem = f"{name}: {type(error).__name__}: {' '.join(str(error).split())}"
-        return [Row(problem[:100], 0.0, "", at_least=1)]
+        return [Row(problem[:100], 0.0, FAILED, at_least=1)]
     finally:
         if setting.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=[*PARTS, "evening"])
     parser.add_argument("--only", nargs="+", help="these checks of the part, by name")
     parser.add_argument("--quick", action="store_true", help="toys, on any device")
     parser.add_argument("--out", type=Path, default=Path(), help="the folder of gpu-<part>.json")
     parser.add_argument("--weights", type=Path, default=Path("none"), help="for evening")
     parser.add_argument("--data", type=Path, default=Path("none"), help="for evening")
     options = parser.parse_args(arguments)
-    if unknown := {*(options.only or [])} - {*PARTS[options.part]}:
-        parser.error(f"no check {unknown}; {options.part} has {', '.join(PARTS[options.part])}")
+    checks = EVENING if options.part == "evening" else PARTS[options.part]
+    if unknown := {*(options.only or [])} - {*checks}:
+        parser.error(f"no check {unknown}; {options.part} has {', '.join(checks)}")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cpu" and not options.quick:
         print("no GPU: not measured")
         return
-    start, rows = time.perf_counter(), []
     options.out.mkdir(parents=True, exist_ok=True)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{options.part} on {name}, torch {torch.__version__}\n", flush=True)
+    print(f"{options.part} on {device_name(device)}, torch {torch.__version__}\n", flush=True)
     folders = [path.resolve() for path in (options.weights, options.data, options.out)]
-    setting = Setting(device, options.quick, *folders)
-    for check in options.only or PARTS[options.part]:
-        new = rows_of(check, PARTS[options.part][check], setting)
-        print_table([check, "measured", "aim", "reached"], [row.cells() for row in new])
-        rows += new
-        elapsed_s = time.perf_counter() - start
-        found = [dataclasses.asdict(row) | {"is_reached": row.is_reached} for row in rows]
-        result = {"part": options.part, "device": name, "seconds": elapsed_s, "rows": found}
-        text = json.dumps(result, indent=1, default=float) + "\n"
-        (options.out / f"gpu-{options.part}.json").write_text(text, encoding="utf-8")
-    print(f"{elapsed_s:.0f} s")
-    sys.exit(0 if all(row.is_reached for row in rows) else 1)
+    setting, chosen = Setting(device, options.quick, *folders), options.only or [*checks]
+    if options.part == "evening":
+        is_well = run_evening(setting, chosen)
+    else:
+        is_well = measure(setting, options.part, chosen)
+    sys.exit(0 if is_well else 1)
 
 
 if __name__ == "__main__":

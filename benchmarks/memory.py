@@ -34,13 +34,15 @@ def gigabytes(field: str) -> float:
 
 def must_be_held(run: main.Run) -> float:
     row = run.config.training.max_new_gen_tokens + 50  # tokens; a prompt has about 40
-    ids = torch.zeros((run.training.micro_batch_tokens // row, row), dtype=torch.long)
+    ids = torch.zeros((run.micro_batch_tokens // row, row), dtype=torch.long)
     for _ in range(2):  # the first one makes the gradients
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         (0.0 * run.policy.inner_scorer(ids, ids == 0, temperature=1.0).sum()).backward()
         batches.trim_heap()
     run.optimizer.zero_grad()
-    num_bytes = AVERAGES[run.training.optimizer] * sum(w.numel() for w in run.trained_weights)
+    num_bytes = AVERAGES[run.config.training.optimizer] * sum(
+        w.numel() for w in run.trained_weights
+    )
     return gigabytes("VmHWM") + 1e-9 * num_bytes
 
 

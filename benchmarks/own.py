@@ -1,31 +1,12 @@
 """Advantages and token losses by path that benchmarks/ablations.py compares with the config's own.
 
-`training.policy_loss=benchmarks.own:ipo_10` and so on; all shapes are (B, S), and those of
-advantages (N, G). mu is the policy that sampled; sg: no gradient.
+`training.policy_loss=benchmarks.own:unclipped` and so on; all shapes are (B, S), and those of
+advantages (N, G). mu is the policy that sampled; sg: no gradient. Those of rows that ablations.py
+only shows are in ea4c86e.
 """
-
-from functools import partial
-
-import torch
 
 CAP = 2.0  # prime-rl's seq_clip
 GEOMETRIC = (0.99, 1.01)  # SkyRL's geo_mask_low and geo_mask_high
-
-
-def ipo(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, eps, square, **kwargs):
-    """-pi / mu A, 0 where |pi - mu| > eps whatever A asks; plus square (log pi / mu)^2 everywhere.
-
-    prime-rl's IPO, which has nothing to do with arXiv:2310.12036.
-    """
-    log_ratio = log_probs - sampler_log_probs
-    is_masked = (log_probs.exp() - sampler_log_probs.exp()).detach().abs() > eps
-    ratio = log_ratio.masked_fill(is_masked, -torch.inf).exp()
-    return square * log_ratio.square() - ratio * advantages
-
-
-def dro(log_probs, old_log_probs, advantages, mask, *, sampler_log_probs, beta, **kwargs):
-    """-A log pi + beta / 2 (log pi / mu)^2: verl's dro (with beta 0.1 there)."""
-    return -advantages * log_probs + beta / 2 * (log_probs - sampler_log_probs).square()
 
 
 def unclipped(log_probs, old_log_probs, advantages, mask, **kwargs):
@@ -46,32 +27,6 @@ def sequence_mask(log_probs, old_log_probs, advantages, mask, *, sampler_log_pro
     low, high = GEOMETRIC
     is_kept = (geometric > low) & (geometric < high)
     return -is_kept.float() * advantages * log_probs
-
-
-def with_entropy(log_probs, old_log_probs, advantages, mask, *, coef, **kwargs):
-    """-(A - coef sg(log pi)) log pi: the gradient of the entropy, from the tokens drawn."""
-    return -(advantages - coef * log_probs.detach()) * log_probs
-
-
-ipo_10 = partial(ipo, eps=0.1, square=1e-3)  # prime-rl's default from #3418 on
-ipo_30 = partial(ipo, eps=0.3, square=1e-3)
-ipo_30_alone = partial(ipo, eps=0.3, square=0.0)  # from #3586 on
-dro_01, dro_1 = partial(dro, beta=0.1), partial(dro, beta=1.0)
-entropy_001 = partial(with_entropy, coef=0.01)
-
-
-def only_worse(rewards, **kwargs):
-    """Of the advantages reward - mean those below 0."""
-    return (rewards - rewards.mean(dim=1, keepdim=True)).clamp(max=0)
-
-
-def only_better(rewards, **kwargs):
-    return (rewards - rewards.mean(dim=1, keepdim=True)).clamp(min=0)
-
-
-def only_wrong(rewards, *, parts, **kwargs):
-    """-1 for each wrong answer, without a baseline (NSR, arXiv:2506.01347)."""
-    return -(parts["answer"] < 1).double()
 
 
 def only_right(rewards, *, parts, **kwargs):

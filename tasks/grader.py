@@ -11,6 +11,7 @@ r"""Whether a boxed answer equals the gold answer: exact layers first, math-veri
 """
 
 import functools
+import importlib.util
 import re
 import unicodedata
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ def grade_answer(prediction: str, gold: str, timeout_s: float) -> bool | None:
         check = functools.partial(WORKER.ask, deadline=WORKER.clock() + timeout_s)
         try:
             return is_equal(normalise(gold), normalise(prediction), check)
-        except WorkerLost:
+        except WorkerLost as error:
+            if importlib.util.find_spec("math_verify") is None:  # else every answer is a time-out
+                raise ModuleNotFoundError("MATH's grader: pip install math-verify") from error
             return None
 
 
@@ -61,7 +64,7 @@ def is_equal(gold: str, prediction: str, check: Check) -> bool:
     (g_name, g, g_unit), (p_name, p, p_unit) = take_apart(gold), take_apart(prediction)
     if (g_name and p_name and g_name != p_name) or (g_unit and p_unit and g_unit != p_unit):
         return False
-    by_value = "/" in g or "frac" in g or (literal(g) or 0) < 1  # 50% equals 0.5, 1/2 and 50
+    by_value = "/" in g or "frac" in g or abs(literal(g) or 0) < 1  # 50% equals 0.5, 1/2 and 50
     if p_unit in PERCENT and not g_unit and by_value:
         p = "" if literal(p) is None else str(literal(p) / 100)
     if g == p:
@@ -151,6 +154,8 @@ LOG_OF_NUMBER = re.compile(r"(\\log_\{[^{}]*\})([0-9]+)(?=[-+=)},]|$)")  # \log_
 ODD_ROOT = re.compile(  # of a negative number: \sqrt[3]{-8} is -\sqrt[3]{8}
     r"(\\sqrt\[[0-9]*[13579]\]\{)(?:-(?!.*(?:[-+]|[mp][mp]))|(\\frac\{)-(?!.*(?:[-+^]|[mp][mp])))"
 )
+MIXED = re.compile(r"(?<![0-9.^_)}\] ])([0-9]+)\\frac\{([0-9]+)\}\{([0-9]+)\}")
+FACTOR = re.compile(r"(?<=[0-9)])(?=\(-?[0-9.]+\))")  # between the brackets of (2)(3)
 TOWER = re.compile(  # of three or four small numbers
     r"(?<![\w.)}\]])(?<![_^]\{)[0-9]{1,2}\^\{[0-9]{1,2}\^\{[0-9]{1,2}(?:\^\{[0-9]{1,2}\})?\}\}"
     r"(?![\w.!^({\\])"
@@ -174,8 +179,16 @@ def normalise(text: str) -> str:
     text = read_group(tokens, depth=0)
     for _ in range(MAX_DEPTH):  # {{7}} is 7
         text = text[1:-1] if text.startswith("{") and encloses(text) else text
-    text = text.strip(" ;,").removesuffix(".")
+    text = FACTOR.sub(r"\\times", MIXED.sub(improper, text.strip(" ;,").removesuffix(".")))
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])", text):
+        text = DEGREES.sub(r"(\\frac{\\pi}{180}\\times \1)", text)
     return TOWER.sub(tower_value, LOG_OF_NUMBER.sub(r"\1(\2)", text))
+
+
+def improper(mixed: re.Match[str]) -> str:
+    r"""The fraction of a mixed number, which 2\frac13\pi has; 2\frac53\pi is a product."""
+    whole, top, bottom = map(int, mixed.groups())
+    return f"\\frac{{{whole * bottom + top}}}{{{bottom}}}" if top < bottom else mixed[0]
 
 
 def tower_value(tower: re.Match[str]) -> str:
@@ -249,6 +262,8 @@ GREEK = (
     r"(?:[bz]?eta|theta|(?:var)?(?:epsilon|phi)|alpha|gamma|delta|kappa|lambda|mu|nu|xi|rho|sigma"
     rf"|tau|chi|psi|omega|ell|{CAPITAL})(?![a-zA-Z])"
 )
+ANGLE_PART = rf"[0-9.]++|(?<![a-zA-Z\\])[a-zA-Z]|\\{GREEK}|\\frac|(?<![\^_])[({{][^(){{}}]*[)}}]"
+DEGREES = re.compile(rf"((?:{ANGLE_PART}){{1,6}}+)(?:\^\{{\\circ\}}|\\text\{{degrees?\}})")
 CONSTANT = rf"(?:[^a-zA-Z\\<>=,]|[ei](?![a-zA-Z])|\\{FUNCTIONS})"
 VARIABLE = rf"(?:[a-zA-Z]|\\{GREEK})(?:_\{{[^{{}}]*\}})?(?:\([a-z]\))?"
 NAME = re.compile(
@@ -269,13 +284,16 @@ UNIT_SPELLINGS = (
     "person/people man/men woman/women child/children ^{2}/square/sq ^{3}/cubic"
 )
 UNITS = {name: unit.split("/")[0] for unit in UNIT_SPELLINGS.split() for name in unit.split("/")}
-NOUN = re.compile(r"(?:[a-z]{3,} )?[a-z]+[^isu]s(?: per [a-z]{3,})?")
+PARTS = "(?:illion|hundred|thousand|tie|teen|twelf|leven|ten|nin|eigh|seven|six|fif)th"
+NOUN = re.compile(  # no million and no part, such as millionths, by their form
+    rf"(?!.*(?:illion|{PARTS})s?\b)(?:[a-z]{{3,}} )?[a-z]+[^isu]s(?: per [a-z]{{3,}})?"
+)
 CHANGING_WORDS = (
     "and not nor but than more less fewer least most about above below under over minus negative "
     "mod modulo base times power squared cubed factorial pi zero one two three four five six seven "
-    "eight nine ten twelve twenty dozen score gross hundred thousand million billion trillion half "
-    "halve pair third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth "
-    "percentage basis plus without couple wrong false incorrect never always perhap yes was has doe"
+    "eight nine ten twelve twenty dozen score gross hundred thousand lakh crore myriad half halve "
+    "pair duo trio quartet quintet sextet octet third quarter fourth percentage basis plus without "
+    "couple wrong false incorrect never always perhap yes was has doe"
 )
 
 
@@ -403,6 +421,9 @@ def same_entries(
     (kind, values), (other_kind, left) = gold, prediction
     if kind != other_kind or not len(values) == len(left) <= MAX_ENTRIES:
         return False
+    names = [NAME.fullmatch(value) for value in values]
+    if kind == "set" and all(names) and "=" not in "".join(left):  # 3, -1 for x = 3, y = -1
+        left = [f"{name[1]}={entry}" for name, entry in zip(names, left, strict=True)]
     if kind not in ("set", "union"):
         return all(is_equal(*pair, check) for pair in zip(values, left, strict=True))
     for value in values:
@@ -450,6 +471,7 @@ UNSAFE = re.compile(
     r"|\^\{?[-+(]*[0-9.]{5,}|[0-9]{60,}"  # exponents and numbers of many digits
     r"|[0-9]{4,}\)*!|[)}!]\s*!|\\binom\{[^{}]*[0-9]{4,}"  # big factorials
     r"|(?:\|[^|]*){13}|(?:\\l(?:floor|ceil)[^r]*){4}"  # bars and corners, slow to parse
+    r"|(?:\\(?:log|ln)[^)]*){6}"  # logarithms of logarithms
     r"|[0-9] +[0-9]|[)}]\.?[0-9]|\.[0-9]*\."  # juxtaposed integers, which math-verify adds
     r"|[0-9)]_|^-?[0-9A-Z.]+_\{[^}]*\}$"  # number bases
     r"|['\"?:;&@#`%]|\|_|\\\\|\\frac\{d[a-z]?\}\{d[a-z]\}"  # what math-verify passes over

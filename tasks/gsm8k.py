@@ -46,7 +46,8 @@ class Options(Section):
         if is_boxed and not (is_plain and grading == "exact"):
             raise ValueError("it needs task.prompt_style=plain and task.grading=exact")
         asked = f"{known.get('system_prompt')} {known.get('prompt')}"
-        is_asked_for = "boxed" in asked if is_boxed else "boxed" not in asked or MARK in asked
+        is_bare = known.get("prompt") is None and "boxed" not in asked  # a tuned model knows ####
+        is_asked_for = "boxed" in asked if is_boxed else MARK in asked or is_bare
         if "prompt" in known and is_plain and not is_asked_for:
             reads = r"\boxed{}" if is_boxed else MARK
             raise ValueError(f"task.prompt must ask for {reads}, since the answer is read there")
@@ -155,17 +156,19 @@ MINUS = "\N{MINUS SIGN}"
 # LaTeX has 9{,}500, 9\,500 and 9,\!500 for 9,500, and others a space that is no ordinary one.
 GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])")
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
-# What may stand before a number: $18, **18**, (18), = 18, \boxed{18}
-OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?"""
+# What may stand before a number: $18, **18**, (18), = 18, \boxed{18}, US$18
+OPENING = (
+    r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?(?:[A-Z]{1,3}[ ]?\\?[$€£¥₹][ ]?)?"""
+)
 # Words and signs behind it that make another number of it
-LARGE = "(?:hundred|thousand|million|(?:b|tr|quadr|z)illion|lakh|crore|dozen)s?"
+LARGE = "(?:hundred|thousand|[a-z]{1,9}illion|lakh|crore|doz(?:en)?)s?"
 CHANGED = "(?:(?:doubl|tripl|quadrupl|halv)ed)"
 NOT_CHANGED = rf"""(?!
       !  | [^\S\r\n]{{0,20}}[kKMB](?![A-Za-z&-])                    # 5!  5k  5 k
     | [^\W\d_\x00-\u024f]                                       # a letter of another script
     | [^\S\r\n]{{0,20}}-?(?i:
-          (?:{LARGE}|{CHANGED}|grand|score|pairs?|couples?|[bmt]n|mi[lo]|[bm]ln|twice|thrice
-          |squared|cubed|hal(?:f|ves)|thirds?|ninths?)\b
+          (?:{LARGE}|{CHANGED}|grand|score|pairs?|couples?|[bmt]l?n|mi[lo]|twice|thrice|squared
+          |cubed|halves|half(?!-[a-z]+\ [a-z])|third(?!-[a-z]|\ [a-z]+s\b)|(?:third|fifth|ninth)s)\b
         | and[ ](?:a|an|one|two|three)[ ](?:hal|third|quarter|fourth|fifth|sixth|eighth|tenth)
         | (?:%|percent|per[ ]cent)[ ]of\b
     ))"""
@@ -173,7 +176,7 @@ NOT_CHANGED = rf"""(?!
 NOT_CONTINUED = rf"""(?!(?:
       [^\w\r\n(\[.\#<]{{0,20}}         # 1/2  3:30  7,8,9  18-20  3 * 6  10^3  1 000
     | _ | \.{{1,20}}                    # 18.5.3  1_000  5..7
-    | [A-Za-z]{{1,20}}[-+]?            # 1e3  1e-3  0x12  3x4
+    | [A-Za-z]{{1,20}}[-+]?(?![²³])    # 1e3  1e-3  0x12  3x4, but not cm²
     | [^\S\r\n]{{1,20}}[eE][-+]?       # 5 e5
     | [^\S\r\n]{{0,20}}(?:and|or|to|[xX])[^\w\r\n]{{0,20}}  # 2 and 1/2  18 or 20  3 x 4
     | [^\S\r\n]{{0,20}}\\(?:[dt]?frac\{{|times[ ]?|cdot[ ]?|div[ ]?)
@@ -185,24 +188,42 @@ TITLE = r"(?:\s{0,20}[*_]{0,2}(?i:answer)[*_]{0,2}\s?:)?"
 ANSWER = re.compile(TITLE + OPENING + SIGNED, re.VERBOSE)  # at a text's start or behind a mark
 # What an answer's line may hold behind the number: units such as m^2, and explanations in brackets
 # such as 18 (2 * 9), but not (or 19), (+ 1), (3), (maybe 19) or (in thousands).
-HEDGE = r"""(?: \? | \bor[ ]{1,5}\$?\d | (?i:\b(?:maybe|may[ ]be|perhaps|possibly|is[ ]possible
+# What follows is matched in lower case, which is faster than ignoring the case.
+HEDGE = r"""(?: \? | \bor[ ]{1,5}\$?\d | \b(?:maybe|may[ ]be|perhaps|possibly|is[ ]possible
     |probably|actually|rather(?![ ]than)|instead(?![ ]of)|otherwise|alternatively|unless|if[ ]not
-    |wait,|well,|hmm|sorry|correct(?:ion|ed)|(?:could|might)(?:[ ]also)?[ ]be)))"""
-JOINT = r"""(?:[-+/^&±\xd7\xf7] | \b(?i:or|and|to|plus|minus|times)\b
+    |wait,|well,|hmm|sorry|correct(?:ion|ed)|(?:could|might)(?:[ ]also)?[ ]be))"""
+JOINT = r"""(?:[-+/^&±\xd7\xf7] | \b(?:or|and|to|plus|minus|times)\b
     | [*]{1,2}(?=[(\[]) | (?<=[\s(\[])[*]{1,2}(?=\s))"""  # not the end of **18**
 IGNORED = re.compile(  # replaced by "(", so that OTHER still finds the "+ (" of 5 + (2 * 9)
-    rf"""(?<![A-Za-z])(?:[cdkm]?m|ft|in)\}}?\^?\{{?[23²³]
+    rf"""(?<![a-z])(?:[cdkm]?m|ft|in|yd|mi)\}}?\^?\{{?[23²³]
+    | [\^²³](?<=[a-z]{{3}}.)(?:(?<!\^)|\{{?[23])                         # yard^2  units³
     | (?<=[^\\\w)\]])[(\[]
       (?![^()\[\]]{{0,200}}{HEDGE})
-      (?!(?i:(?:in[ ])?{LARGE}\b | {CHANGED}))
+      (?!(?:in[ ])?{LARGE}\b | {CHANGED})
       (?!\s{{0,20}}+(?:{JOINT} | [$*]{{0,3}}[$\d.,;\s]{{0,50}}(?:/\d{{1,9}})?[$*]{{0,3}}[)\]]))
       (?:[^()\[\]] | [(\[][^()\[\]]{{0,200}}[)\]]){{0,500}}+[)\]]""",
     re.VERBOSE,
 )
+# What stands right behind the number and makes an expression, a bound, a guess or no answer of it
+UNKNOWN = r"(?![ai][ ]\w)(?:[a-z]|pi)(?![\w'/-])"
+JOINED = re.compile(
+    rf"""[\s*_$`"')\]}}(,\\]{{0,20}}(?:
+      [+<>≤≥≠≈±√÷\xd7?~] | => | \^(?!\{{?\\?circ) | (?<=\s)[*](?=\s\w) | -?ish\b  # 5 + tax  5ish
+    | (?:[a-z]?\s?[^\w\s.=/°'"]|[a-z]\s?=|/(?!\s?[dhms]\b))\s{{0,3}}{UNKNOWN}    # 5 - k  5a = b
+    | (?:[nxyz\u03b1-\u03c9]|pi|sqrt)(?![\w'/-])                                # 5x, but 5 g
+    | (?:[a-z]{{1,20}}[ ]){{0,5}}(?:as|than|times|by|over)[ ]{UNKNOWN}  # 5 times as many as k
+    | (?:[a-z]{{3,20}}[ ])?(?:at[ ](?:a[ ])?(?:most|least|min|max)(?:imum)?|(?:min|max)imum|tops
+      |(?:up|down)wards?|(?:and|or)[ ](?:up|more|less|so|over|under|above|below|counting|\w+er))\b
+    | (?:or|plus|minus|divided|multiplied|mod|modulo|factorial|approx|approximately|roughly|about
+      |nearly|almost|max)\b(?!-) | (?:no|nope|not|wrong|incorrect|false)\W*\Z
+    | (?:is|was|seems|(?:would|can.{{1,3}})[ ]be)[ ](?:an?[ ]|the[ ])?(?:wrong|incorrect|false)\b
+    | (?:is|was|can)(?:[ ]?not|n?.?t)[ ].{{0,20}}\b(?:answer|right|correct|it|true)\b)""",
+    re.VERBOSE,
+)
 OTHER = re.compile(  # a digit, a bracket that a sign joins, a number word (but not ten-dollar)
-    rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?i:(?:-|[ ]an?[ ])(?:third|quarter)
-    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tenth
-      |eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})(?!\w{{0,4}}-[a-z]))""",
+    rf"""{NUMERIC} | (?:{JOINT}|=)\s{{0,20}}[(\[] | (?:-|[ ]an?[ ])(?:third|quarter)
+    | (?<![a-z])(?:(?:one|ten|half)(?![a-z])|zero|two|three|four|five|six|seven|eight|nine|tent(?=h)
+      |eleven|twel|twent|thirt|fift|forty|{LARGE}|{CHANGED})(?!\w{{0,4}}(?:-[a-z]|h\ [a-z]+s\b))""",
     re.VERBOSE,
 )
 # A dash may be a minus. Then the number is not 85, and whether it is -85 is anyone's guess.
@@ -210,6 +231,18 @@ BEFORE = rf"""(?P<dash>(?:[\u02d7\u2010-\u2015\u2043\u207b\u208b\u2796\u2e3a\u2e
     | [\uff0d±] | \b(?i:minus|negative)\b | {MINUS}(?=\s) | [-{MINUS}](?=[*({{]|\\b)){OPENING})?
     (?<![\w.])(?<![0-9][-,:/^'* ])(?<![0-9][eE][-+])"""
 ANY_NUMBER = re.compile(BEFORE + SIGNED, re.VERBOSE)
+HEADING = re.compile(r"\s{0,20}[*_]{0,2}\d[.)]\s{1,5}[*_]{0,2}[A-Za-z]")  # 1. Find the cost
+LINE_END = re.compile(r"[\r\n]|####|<[|/]|<[a-z_]{2,30} ?/?>|<<[^<>A-Za-z]{0,200}=")  # or a tag
+# A box's words, and what may stand outside of them, where "text" stands for them
+WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox) ?\{((?:[^{}]|\{[^{}]*\})*)\}")
+PLAIN = re.compile(
+    rf"""(?:\s*[A-Za-z]\s?=)?(?:[\s\d.,:;$€£¥₹¢%°*"()\[\]{{}}=] | [-+{MINUS}/](?=[\s$€£\\({{]*\d)
+    | \\(?:[\s,;:!$%{{}}]|q?quad(?![a-z])|(?:times|cdot)[ ]?(?=\d)) | \^\{{?\\circ\}}? | \\degree
+    | /(?=\s?[A-Za-z]{{2}}) | (?<=[a-z])(?:/[hs]\b|\^\{{?[23]|[²³])
+    | (?<![\dA-Za-z])[A-Za-z]{{2,}}+ | (?<=\d)(?:[A-Za-z]{{3,}}+|[cdkm]m|[km]g)(?![A-Za-z]))*+""",
+    re.VERBOSE,
+)
+NOTE = re.compile(r"[(\[](?=[^)\]]*\d)[^)\]]*(?<![\\A-Za-z])[a-z]")  # words and a number
 OFFICIAL_ANSWER = re.compile(r"#### (\-?[0-9\.\,]+)")  # openai/grade-school-math, dataset.py
 MAX_MARKS = 1_000
 MAX_TAIL_CHARS = 10_000
@@ -233,20 +266,24 @@ def official_answer(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """The number behind the first #### that one number follows; MAX_MARKS of them are tried."""
+    """The number behind the first of MAX_MARKS #### that one follows, a heading's only if alone."""
+    answer = None
     for mark in islice(re.finditer(f"{MARK}(?!#)", text), MAX_MARKS):
-        if answer := only_number(text, mark.end()):
-            return answer
-    return None
+        number = only_number(text, mark.end())
+        answer = number or answer
+        if number and not HEADING.match(text, mark.end()):
+            break
+    return answer
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The number in the last whole box; \text{18} and x = 18 are 18, an empty box is nothing."""
+    r"""The number in the last whole box, where nothing but PLAIN stands around it: \text{18}."""
     from tasks.grader import last_boxed
 
-    boxed = re.sub(r"\s*[\r\n]\s*", " ", last_boxed(text) or "").strip()
-    boxed = re.sub(r"^\\text ?\{([^{}]*)\}$", r"\1", boxed)
-    return only_number(re.sub(r"^ ?[A-Za-z] ?=", "", boxed))
+    boxed = re.sub(r"\s*[\r\n~]\s*", " ", last_boxed(text) or "")
+    line = re.sub(r"^\s*[A-Za-z] ?=", "", WORDS.sub(r" \1", boxed))
+    is_plain = PLAIN.fullmatch(WORDS.sub(" text", boxed)) and not NOTE.search(line)
+    return only_number(line) if is_plain else None
 
 
 def only_number(text: str, start: int = 0) -> str | None:
@@ -255,8 +292,9 @@ def only_number(text: str, start: int = 0) -> str | None:
     if match is None:
         return None
     rest = text[match.end() : match.end() + MAX_REST_CHARS]
-    rest = re.split(r"[\r\n]|####|<[<|/a-z]", rest, maxsplit=1)[0]
-    return None if OTHER.search(IGNORED.sub("(", rest)) else normal_form(match)
+    rest = LINE_END.split(rest, maxsplit=1)[0].lower()
+    rest = IGNORED.sub("(", rest)
+    return None if JOINED.match(rest) or OTHER.search(rest) else normal_form(match)
 
 
 def find_answer(completion: str, *, in_any_case: bool) -> str | None:

@@ -53,7 +53,7 @@ def parse_question(text: str) -> dict:
 
 
 PROMPT = r"""You solve math problems.
-Write the final result on a line of its own, as \boxed{{ANSWER}}.
+Write the final result exactly, not rounded, on a line of its own, as \boxed{{ANSWER}}.
 
 Question:
 {problem}

@@ -335,7 +335,7 @@ def load_run(config: Config) -> Run:
     """A run as `main.main` makes it."""
     run = main.build_run(config)
     if config.mode == "train":
-        main.begin(run)
+        main.open_or_resume(run)
     return run
 
 

@@ -27,24 +27,9 @@ class Repository:
     is_private: bool = False
     is_gated: bool = False
 
-    def commit(self, files: Files, name: str) -> str:
-        content = repr((name, len(self.commits), sorted(files.items())))
-        commit = self.names[name] = hashlib.sha1(content.encode()).hexdigest()
-        self.commits[commit] = files
-        return commit
-
     @property
     def files(self) -> Files:
         return self.commits[self.names["main"]]
-
-
-@dataclass
-class Fault:
-    """What happens to the next `times` requests that match: a status, or one of these words."""
-
-    pattern: str  # of a method and a path
-    what: int | str  # "cut" in the middle of the body, "slow" by 1.5 s
-    times: int = 10**9
 
 
 class Hub(ThreadingHTTPServer):
@@ -56,7 +41,8 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
-        self.faults: list[Fault] = []
+        # A pattern of method and path; a status, "cut" (the body) or "slow"; how many times
+        self.faults: list[list] = []
         self.large: Files = {}  # by hash
         self.address = f"http://127.0.0.1:{self.server_port}"
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -65,7 +51,11 @@ class Hub(ThreadingHTTPServer):
         """Commit these files, or a folder's, to a repository, which is made; returns the hash."""
         if isinstance(files, Path):
             files = {str(f.relative_to(files)): f.read_bytes() for f in files.rglob("*.*")}
-        return self.repositories.setdefault(path, Repository()).commit(files, name)
+        repository = self.repositories.setdefault(path, Repository())
+        content = repr((name, len(repository.commits), sorted(files.items())))
+        commit = repository.names[name] = hashlib.sha1(content.encode()).hexdigest()
+        repository.commits[commit] = files
+        return commit
 
     def taken(self) -> list[str]:
         """The requests since the last call; some clients first ask who they are run by."""
@@ -84,11 +74,11 @@ class Answer(BaseHTTPRequestHandler):
         place, line = unquote(self.path.partition("?")[0]), f"{self.command} {unquote(self.path)}"
         self.server.requests.append(line)
         for fault in self.server.faults:
-            if fault.times > 0 and re.search(fault.pattern, line):
-                fault.times -= 1
-                if isinstance(fault.what, int):
-                    return self.send(fault.what)
-                self.is_cut = fault.what == "cut"
+            if fault[2] > 0 and re.search(fault[0], line):
+                fault[2] -= 1
+                if isinstance(fault[1], int):
+                    return self.send(fault[1])
+                self.is_cut = fault[1] == "cut"
                 time.sleep(0 if self.is_cut else 1.5)
         if self.token not in ("", TOKEN, "other"):
             return self.refuse(401, "", "Invalid credentials in Authorization header")
@@ -144,8 +134,8 @@ class Answer(BaseHTTPRequestHandler):
         if self.command == "PUT":
             self.server.large[oid] = self.body
             return self.send(200)
-        content, asked = self.server.large[oid], self.headers.get("Range", "bytes=0-")
-        start = int(re.match(r"bytes=(\d+)-", asked)[1])
+        content = self.server.large[oid]
+        start = int(re.match(r"bytes=(\d+)", self.headers.get("Range", "bytes=0"))[1])
         reach = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.send(206 if start else 200, content[start:], Content_Range=reach)
 
@@ -174,15 +164,15 @@ class Answer(BaseHTTPRequestHandler):
 
     def validate(self) -> None:
         metadata = json.loads(self.body)["content"].split("---")[1]
-        is_wrong = re.search(r"^- \S+/\S+:", metadata, re.M)  # owner/name:configuration
-        errors = [{"message": "datasets: no such name"}] * bool(is_wrong)
+        wrong = re.findall(r"^- \S+/\S+:", metadata, re.M)  # owner/name:configuration
+        errors = [{"message": f"no name: {line}"} for line in wrong]
         self.send(400 if errors else 200, {"errors": errors, "warnings": []})
 
     def preupload(self, path: str, revision: str) -> None:
-        names = [file["path"] for file in json.loads(self.body)["files"]]
-        modes = {name: "lfs" if name.endswith(LARGE) else "regular" for name in names}
-        files = [{"path": n, "uploadMode": modes[n], "shouldIgnore": False} for n in names]
-        self.send(200, {"files": files})
+        files = [{"path": file["path"]} for file in json.loads(self.body)["files"]]
+        for file in files:
+            file["uploadMode"] = "lfs" if file["path"].endswith(LARGE) else "regular"
+        self.send(200, {"files": [file | {"shouldIgnore": False} for file in files]})
 
     def batch(self, path: str) -> None:
         objects = json.loads(self.body)["objects"]
@@ -203,15 +193,13 @@ class Answer(BaseHTTPRequestHandler):
                 case {"key": "deletedFile", "value": {"path": name}}:
                     del files[name]
         commit = self.server.add(path, files, revision)
-        url = f"{self.server.address}/{path}/commit/{commit}"
-        self.send(200, {"commitOid": commit, "commitUrl": url})
+        self.send(200, {"commitOid": commit, "commitUrl": f"{self.server.address}/{path}"})
 
     def log_message(self, *_: object) -> None:
         """What was asked stands in `requests`."""
 
 
-REPOSITORY = "/api/(?P<path>(models|datasets)/[^/]+/[^/]+)"
-REVISION = r"(?P<revision>refs/\w+/\d+|[^/]+)"
+REPOSITORY, REVISION = "/api/(?P<path>(models|datasets)/[^/]+/[^/]+)", "(?P<revision>[^/]+)"
 ROUTES: dict[str, Callable] = {
     rf"/(?P<path>(datasets/)?[^/]+/[^/]+)/resolve/{REVISION}/(?P<name>.+)": Answer.resolve,
     r"/large/(?P<oid>\w+)": Answer.large,

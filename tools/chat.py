@@ -38,7 +38,7 @@ from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings, as_reward
 from engine.core.distributed import init_world
 from engine.core.measures import Clock
-from engine.core.text import error_line, format_reward, plain, printable
+from engine.core.text import error_line, plain, printable
 from engine.core.types import SeedWord, Trajectory
 from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task, assistant_prefix
@@ -50,7 +50,7 @@ from engine.run import config_file
 from engine.run.config_file import combine, nest, read_file, section_of
 from engine.run.folder import run_that_made
 from engine.run.mistakes import mistakes_cost_one_line
-from logger import Logger
+from logger import Logger, format_reward
 from main import compute_rewards, generate
 
 
@@ -124,6 +124,8 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     for section, keys in HARMLESS.items():
         found = section_of(values, section)
         kept[section] = {key: found[key] for key in keys or found if key in found}
+    if kept["model"].get("compute_dtype") != "float32":  # 16 bits, of a GPU, are slow on a CPU
+        kept["model"].pop("compute_dtype", None)
     if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
         del kept["model"]["attn_implementation"]
     kept, given = config_file.without_other_task(kept, typed), section_of(typed, "task")
@@ -132,7 +134,7 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     if name not in built_in_tasks() and name not in typed_names:
         key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
         problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
-        raise ConfigError([f"{problem}; if you trust it, add --config {file}"])
+        raise ConfigError(f"{problem}; if you trust it, add --config {file}")
     return kept
 
 
@@ -173,11 +175,11 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Tas
     """The model and the task, without questions and without a folder."""
     world, _ = init_world()
     if world.size > 1:
-        raise ConfigError([f"{world.size} ranks: start one process only, without torchrun"])
+        raise ConfigError(f"{world.size} ranks: start one process only, without torchrun")
     task = load_task(config.task)
     fit_to_config(task, config)
     if task.parse_question is None and not is_watching:
-        raise ConfigError([f"task.name = {config.task.name}: it has no parse_question"])
+        raise ConfigError(f"task.name = {config.task.name}: it has no parse_question")
     return load_policy(config, world, Logger(rank=0).info), task
 
 

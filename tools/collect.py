@@ -41,7 +41,7 @@ def main() -> None:
     with mistakes_cost_one_line():
         check_replaceable(out)
         if min(options.samples, options.questions) < 1:
-            raise ConfigError(["--samples, --questions: each must be at least 1"])
+            raise ConfigError("--samples, --questions: each must be at least 1")
         lines, num_solved, num_sampled = collect(chat_config(options, backend="grouped"), options)
         write_atomically(out, "".join(lines))
     print(f"{num_solved:,} of {num_sampled:,} samples solve their question and end")
@@ -53,7 +53,7 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
     policy, task = load_chat(config, is_watching=True)
     if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to collect"
-        raise ConfigError([f"task.name = {config.task.name}: {problem}"])
+        raise ConfigError(f"task.name = {config.task.name}: {problem}")
     config, logger = config.model_copy(update={"mode": "train"}), Logger(rank=0)
     tokenizer, context = policy.tokenizer, policy.context_length
     validation, stream = load_questions(

@@ -76,7 +76,7 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 shutil.rmtree(run_folder(config), ignore_errors=True)
             raise
-    with crashes_name_the_fix(run.folder, run.training):
+    with crashes_name_the_fix(run.folder, run.micro_batch_tokens):
         run.world.signals.start()
         measured = imitate(run, answers)
     step, stop_signal = run.state.step, run.world.stop_signal
@@ -107,10 +107,10 @@ def imitating(options: argparse.Namespace) -> Config:
     name = f"{run_name(config)}-imitation"
     folder = options.out or Path(config.run.dir) / name
     if folder.exists():
-        raise ConfigError([f"{folder} is there already: remove it, or give another --out"])
+        raise ConfigError(f"{folder} is there already: remove it, or give another --out")
     if config.model.load_in_4bit:
         fix = "the adapter is added to its base, which 4 bits cannot hold; write false"
-        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
+        raise ConfigError(f"model.load_in_4bit = true: {fix}")
     size = max(config.training.group_size, 2)  # an answer has no group, but `check_world` asks
     changes = {"learning_type": "grpo", "k_best_of_n": [size, size], "advantage": "mean"}
     changes |= {"loss_normalization": "token", "num_iterations": 1, "policy_loss": "ppo"}
@@ -136,7 +136,7 @@ def read_answers(task: Task, config: Config, source: str) -> list[dict]:
     """The rows, each a `question` and a `completion`; ValueError names the first that is none."""
     if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
-        raise ConfigError([f"task.name = {config.task.name}: {problem}"])
+        raise ConfigError(f"task.name = {config.task.name}: {problem}")
     parse, table = functools.partial(parse_answer, task), load_table(source)
     # {} is every column
     form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse}, task.options)
@@ -250,7 +250,7 @@ def measure_and_log(run: Run) -> dict[str, float]:
     clock = Clock()
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
-    run.state.keep_scores(metrics, metrics[run.config.best_metric])
+    run.state.remember_scores(metrics, metrics[run.config.best_metric])
     return {"step": run.state.step} | metrics
 
 

@@ -139,7 +139,6 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     import torch  # it and what needs it take seconds, in which the page is shown
 
     from engine.core.distributed import World
-    from engine.core.types import no_log
     from engine.questions.data import fit_to_config
     from engine.report.completions import completion_record
     from tools import chat
@@ -167,7 +166,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
         world = World(rank=0, size=1, device=torch.device(options.device))
         for old in [*LOADED][:-1]:
             del LOADED[old]
-        LOADED[key] = chat.load_policy(config, world, no_log)
+        LOADED[key] = chat.load_policy(config, world, warn)
     policy = replace(LOADED[key], params=replace(LOADED[key].params, temperature=temperature))
     sender = Sender(policy, send)
     with policy.sampler.model.register_forward_hook(sender.keep):
@@ -175,6 +174,12 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
     answered["read"] = read_answer(task, trajectory.text, example)
     send(answered | {"paid": chat.judge(task, example, trajectory)})
+
+
+def warn(line: str) -> None:
+    """Print a warning about a model; what else its loading says, the run has said."""
+    if line.startswith("warning"):
+        print(line, flush=True)
 
 
 class Sender:

@@ -57,6 +57,9 @@ class Section(BaseModel):
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
+    def replace(self, **changes: Any) -> Self:
+        return self.model_copy(update=changes)
+
 
 class RunSettings(Section):
     """Where the results of the run are kept."""
@@ -474,20 +477,22 @@ class Config(Section):
         questions_per_step = self.questions_per_step(num_ranks)
         num_steps = int(num_epochs * num_questions / questions_per_step)
         if num_steps == 0:
-            problem = f"of {num_questions} questions is less than a step of {questions_per_step}"
-            raise ConfigError([f"training.num_epochs = {num_epochs}: {problem}; raise it"])
-        training = self.training.model_copy(update={"num_steps": num_steps, "num_epochs": None})
-        return self.model_copy(update={"training": training})
+            raise ConfigError(
+                f"training.num_epochs = {num_epochs}: of {num_questions} questions is less than a "
+                f"step of {questions_per_step}; raise it"
+            )
+        training = self.training.replace(num_steps=num_steps, num_epochs=None)
+        return self.replace(training=training)
 
 
 SECTIONS = [name for name, value in Config() if isinstance(value, Section)]
 
 
-def dotted_values(config: Config) -> dict[str, Any]:
+def dotted_values(config: Config) -> dict:
     return dotted(config.model_dump())
 
 
-def dotted(values: dict[str, Any]) -> dict[str, Any]:
+def dotted(values: dict) -> dict:
     """Values by dotted key: {"training.seed": 1} for {"training": {"seed": 1}}."""
     flat = {}
     for section, content in values.items():
@@ -532,9 +537,9 @@ class ConfigError(ValueError):
     `better` is what a file of other trainers' words is in ours, as YAML.
     """
 
-    def __init__(self, lines: list[str], better: str = "") -> None:
+    def __init__(self, *lines: str, better: str = "") -> None:
         super().__init__("\n".join(lines))
-        self.lines = lines
+        self.lines = [*lines]
         self.better = better
 
 
@@ -543,7 +548,7 @@ def check_world(config: Config, num_ranks: int) -> None:
     values = dotted_values(config)
     problems = impossible(config, num_ranks)
     if lines := [f"{key} = {show(values[key])}: {problem}" for key, problem in problems]:
-        raise ConfigError(lines)
+        raise ConfigError(*lines)
 
 
 def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
@@ -582,8 +587,11 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
     elif k > n:
         yield key, f"the k best of n cannot be more than n; write [{n}, {n}]"
     elif k < n and not is_sil:
-        kind = f"{training.learning_type} trains on all n"
-        yield key, f"{kind}; write [{n}, {n}], or training.learning_type=sil"
+        yield (
+            key,
+            f"{training.learning_type} trains on all n; write [{n}, {n}], or "
+            "training.learning_type=sil",
+        )
     elif k == n and is_sil:
         yield key, "sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
     if training.num_epochs is not None and config.task.train == "generated":

@@ -152,8 +152,10 @@ def read_environment() -> tuple[int, int, int, int]:
     issue 135712), in which gloo and NCCL would find the addresses of killed ranks, and hang.
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        problem = "torchrun has restarted the run (--max-restarts), which is not supported"
-        raise ValueError(f"{problem}: start the command again, it resumes")
+        raise ValueError(
+            "torchrun has restarted the run (--max-restarts), which is not supported: start the "
+            "command again, it resumes"
+        )
     defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     values = {name: os.environ.get(name, default) for name, default in defaults.items()}
     if all(value.isdecimal() for value in values.values()):

@@ -1,9 +1,8 @@
 """Text files that a crash leaves whole, and strict JSON for them."""
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,24 +13,14 @@ def sizes_of(folder: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in files}
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict]:
     """The whole lines of a .jsonl file, [] if it is absent; ValueError names a line that is bad."""
     return [row for row, _ in whole_lines(path)] if path.exists() else []
 
 
-def cut_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut a .jsonl file off behind its last line that is kept, or make an empty one.
-
-    The lines stand in the order in which they were written, and only one at a time is in memory.
-    """
-    with open_to_append(path) as file:
-        kept = itertools.takewhile(lambda line: is_kept(line[0]), whole_lines(path))
-        file.truncate(sum(num_bytes for _, num_bytes in kept))
-
-
 def whole_lines(
     path: Path, names: Sequence[str] = ("step",), *, start: int = 0, first: int = 1
-) -> Iterator[tuple[dict[str, Any], int]]:
+) -> Iterator[tuple[dict, int]]:
     """Each line's object and its number of bytes, but for a last line that a kill has torn.
 
     It reads from the byte `start`, at which the line of the number `first` begins.
@@ -44,10 +33,11 @@ def whole_lines(
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
-                raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+                raise ValueError(f"{path}: line {number} is not JSON: {error}; remove it") from None
             if not isinstance(row, dict) or not {*names} <= row.keys():
-                what = f"is no object with a {', '.join(names)}: not a run's"
-                raise ValueError(f"{path}: line {number} {what}")
+                raise ValueError(
+                    f"{path}: line {number} is no object with a {', '.join(names)}: not a run's"
+                )
             yield row, len(line)
 
 
@@ -90,7 +80,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def json_line(record: dict[str, Any]) -> str:
+def json_line(record: dict) -> str:
     """Return one line of strict JSON in ASCII, which holds any text, even a lone surrogate."""
     return json.dumps(without_nan(record), allow_nan=False) + "\n"
 

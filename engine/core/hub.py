@@ -123,7 +123,8 @@ def fetch_weights(name: str, commit: str | None, log: Log) -> None:
         return
     if any(isinstance(try_to_load_from_cache(name, w, revision=commit), str) for w in WEIGHTS):
         return
-    found, size = [], ""
+    found = []
+    size = ""
     with suppress(errors.HfHubHTTPError):  # a mirror may not tell; then loading fetches them
         listed = HfApi().list_repo_tree(name, revision=commit)
         found = [file for file in listed if fnmatch(file.path, "model*.safetensors")]
@@ -138,7 +139,8 @@ def fetch_weights(name: str, commit: str | None, log: Log) -> None:
 @contextmanager
 def without_hub() -> Iterator[None]:
     """Ask the hub for nothing: peft, which saves an adapter, would read the base's main."""
-    was_offline, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    was_offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
     try:
         with warnings.catch_warnings(action="ignore"):  # peft says that it could not
             yield

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.core.distributed import World
+from engine.core.types import Metrics
 
 
 class Clock:
@@ -22,12 +23,13 @@ class Clock:
         yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def read(self) -> dict[str, float]:
-        seconds, self.seconds = self.seconds, {}
-        return {f"time/{phase}_s": value for phase, value in seconds.items()}
+    def read(self) -> Metrics:
+        times = {f"time/{phase}_s": value for phase, value in self.seconds.items()}
+        self.seconds.clear()
+        return times
 
 
-def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) -> dict[str, float]:
+def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) -> Metrics:
     """Means over all ranks of (sum, count) pairs; a metric whose count is 0 is left out."""
     pairs = [torch.as_tensor(pair, dtype=torch.float64, device="cpu") for pair in sums.values()]
     totals = world.sum(torch.stack(pairs)).tolist()

@@ -50,7 +50,7 @@ def right_pad(sequences: list, value: float) -> Tensor:
 
 def pack(trajectories: list[Trajectory], max_tokens: int) -> list[list[Trajectory]]:
     """Batches by length: rows * longest (prompt + completion) <= max_tokens, or a single row."""
-    batches: list[list[Trajectory]] = [[]]
+    batches = [[]]
     for t in sorted(trajectories, key=lambda t: t.num_tokens):
         if batches[-1] and (len(batches[-1]) + 1) * t.num_tokens > max_tokens:
             batches.append([])

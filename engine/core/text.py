@@ -8,9 +8,9 @@ from typing import Any
 import yaml
 
 
-def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
+def unnest(nested: dict, *, separator: str) -> dict:
     """Return {"a/b": 1} for {"a": {"b": 1}} and the separator "/", with all texts printable."""
-    flat: dict[str, Any] = {}
+    flat = {}
     for key, value in nested.items():
         if isinstance(value, dict):
             inner = unnest(value, separator=separator).items()
@@ -18,13 +18,6 @@ def unnest(nested: dict[str, Any], *, separator: str) -> dict[str, Any]:
         else:
             flat[key] = printable(value) if isinstance(value, str) else value
     return flat
-
-
-def format_reward(reward: float, parts: dict[str, float | None]) -> str:
-    """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
-    applying = {name: value for name, value in parts.items() if value is not None}
-    shown = "  ".join(f"{name} {value:.2f}" for name, value in applying.items())
-    return f"reward {reward:.2f}  ({shown})"
 
 
 def plain(value: Any) -> str:
@@ -58,7 +51,7 @@ def error_line(problem: object) -> str:
 class Loader(yaml.SafeLoader):
     """PyYAML's SafeLoader reads 1e-5 as text, and of two equal keys only the last one."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = collections.Counter(str(key.value) for key, _ in node.value)
         if twice := [name for name in names if names[name] > 1]:
             problem = f"the key {twice[0]} is given twice"

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+Metrics = dict[str, float]  # what is measured, by name
 Log = Callable[[str], None]  # prints a line, on rank 0
 Seed = Sequence[int]  # a SeedWord, then numbers such as training.seed and a question's place
 

@@ -31,7 +31,7 @@ def import_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
         problem = f"{line_of(str(path), error=error)}: {type(error).__name__}: {error}"
-        raise ConfigError([problem]) from error
+        raise ConfigError(problem) from error
     return module
 
 
@@ -47,11 +47,12 @@ def find_function(name: str, key: str) -> tuple[str, Callable]:
     try:
         module = import_file(path) if path else importlib.import_module(module_name)
     except ImportError as error:
-        problem = f"there is no {module_name}.py in {Path.cwd()} ({error})"
-        raise ConfigError([f"{key} = {name}: {problem}"]) from error
+        raise ConfigError(
+            f"{key} = {name}: there is no {module_name}.py in {Path.cwd()} ({error})"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ConfigError([f"{module.__file__}: {function_name} is no function of this file"])
+        raise ConfigError(f"{module.__file__}: {function_name} is no function of this file")
     return module.__file__, function
 
 

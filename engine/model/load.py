@@ -54,7 +54,7 @@ def load_model_and_tokenizer(
         check_teacher(config, log)  # its tokens, before any weights are loaded
     with one_line_errors(config.model.name, key=key):
         check_folder(settings.name)
-        config = config.model_copy(update={"model": at_commit(config.model, log)})
+        config = config.replace(model=at_commit(config.model, log))
         settings = config.model.source
         base, tokenizer = load_base_tokenizer(config, log)
     is_new_adapter = is_training and settings.lora is not None and base is None
@@ -140,13 +140,13 @@ def load_base_tokenizer(
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
         if cached_file(settings.name, file, **quiet) is None:
             settings = base
-    return base, load_tokenizer(config.model_copy(update={"model": settings}), log)
+    return base, load_tokenizer(config.replace(model=settings), log)
 
 
 def at_commit(settings: ModelSettings, log: Log) -> ModelSettings:
     """The settings with what their revision means now: code and weights must be of one commit."""
     commit = commit_of(settings.name, settings.revision, log=log)
-    return settings.model_copy(update={"revision": commit})
+    return settings.replace(revision=commit)
 
 
 def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | None:
@@ -156,7 +156,7 @@ def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | Non
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
-    return at_commit(settings.model_copy(update={"name": base, "revision": revision}), log)
+    return at_commit(settings.replace(name=base, revision=revision), log)
 
 
 def base_of(adapter: Path) -> tuple[str, str | None]:
@@ -164,7 +164,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
     A run from an adapter has its base in its own folder, which may have been moved since.
     """
-    saved = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    saved = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     name = saved["base_model_name_or_path"]
     revision = saved.get("revision")
     if os.path.isabs(name) and Path(name).name == "base":
@@ -183,8 +183,10 @@ def check_base(base: ModelSettings, log: Log) -> None:
     if not known.startswith(FILES_OF_BASE):
         log(f"warning: the adapter does not say what its base {folder} was: used as it is")
     elif known != version_of(folder):
-        problem = f"its base {folder} is not the model that it was trained on"
-        raise ValueError(f"{problem}: put that one there, or its path into adapter_config.json")
+        raise ValueError(
+            f"its base {folder} is not the model that it was trained on: put that one there, or "
+            "its path into adapter_config.json"
+        )
 
 
 def check_teacher(config: Config, log: Log) -> None:
@@ -199,24 +201,33 @@ def check_teacher(config: Config, log: Log) -> None:
         sizes.append(model_config.get_text_config().vocab_size)
     ids, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if missing := [token for token in ids if others.get(token) != ids[token]]:
-        some = f"its tokenizer lacks {len(missing):,} of {len(ids):,} tokens of the trained model"
-        problem = f"{some}, or has other ids: {missing[0]!r}"
-        raise ValueError(f"model.teacher = {config.model.teacher}: {problem}")
+        raise ValueError(
+            f"model.teacher = {config.model.teacher}: its tokenizer lacks {len(missing):,} of "
+            f"{len(ids):,} tokens of the trained model, or has other ids: {missing[0]!r}"
+        )
     if sizes[1] < sizes[0]:
-        problem = f"it can read {sizes[1]:,} tokens, and the trained model writes {sizes[0]:,}"
-        raise ValueError(f"model.teacher = {config.model.teacher}: {problem}; give another one")
+        raise ValueError(
+            f"model.teacher = {config.model.teacher}: it can read {sizes[1]:,} tokens, and the "
+            f"trained model writes {sizes[0]:,}; give another one"
+        )
     if len({str(tokenizer.chat_template) for tokenizer in tokenizers}) > 1:
-        reads = "it reads what the trained model gets, which it may not have been trained on"
-        log(f"warning: the teacher has another chat template: {reads}")
+        log(
+            "warning: the teacher has another chat template: it reads what the trained model "
+            "gets, which it may not have been trained on"
+        )
 
 
 def of_teacher(config: Config) -> Config:
     """The config that loads the teacher: as a model that is evaluated, whole and frozen."""
-    changes = {"name": config.model.teacher, "revision": config.model.teacher_revision}
-    changes |= {"load_in_4bit": False, "gradient_checkpointing": False, "lora": None}
-    changes |= {"shard": False}
-    model = config.model.source.model_copy(update=changes)
-    return config.model_copy(update={"mode": "evaluate", "model": model})
+    model = config.model.source.replace(
+        name=config.model.teacher,
+        revision=config.model.teacher_revision,
+        load_in_4bit=False,
+        gradient_checkpointing=False,
+        lora=None,
+        shard=False,
+    )
+    return config.replace(mode="evaluate", model=model)
 
 
 @contextlib.contextmanager
@@ -247,8 +258,10 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     code = str(getattr(model_config, "auto_map", "")) if settings.trust_remote_code else ""
     for other in re.findall(r"[\w.-]+/[\w.-]+(?=--)", code):
         if other != settings.name:
-            fix = "copy model and code into one folder, and take that name out of auto_map"
-            raise ValueError(f"its code is in {other}, whose commit no run keeps: {fix}")
+            raise ValueError(
+                f"its code is in {other}, whose commit no run keeps: copy model and code into one "
+                "folder, and take that name out of auto_map"
+            )
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
@@ -280,9 +293,10 @@ def check_host_memory(
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
     if needed > share:
-        has = f"each of {num_processes} processes has {share / 1e6:,.0f} MB"
-        fix = "take a smaller model, or start fewer processes on a node"
-        raise ValueError(f"it needs {needed / 1e6:,.0f} MB of memory, and {has}: {fix}")
+        raise ValueError(
+            f"it needs {needed / 1e6:,.0f} MB of memory, and each of {num_processes} processes has "
+            f"{share / 1e6:,.0f} MB: take a smaller model, or start fewer processes on a node"
+        )
 
 
 def load_model(
@@ -315,8 +329,10 @@ def load_model(
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random
         raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}")
     if unused := sorted(loading["unexpected_keys"]):
-        some = f"{len(unused)} weights in the files, such as {unused[0]}, are ignored"
-        log(f"warning: {some}: its config.json describes a model without them")
+        log(
+            f"warning: {len(unused)} weights in the files, such as {unused[0]}, are ignored: its "
+            "config.json describes a model without them"
+        )
     if quantization is None:
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     if settings.gradient_checkpointing:

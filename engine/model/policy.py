@@ -1,7 +1,6 @@
 """The policy: the model that is trained, what samples from it, what scores it, a reference."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +9,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
+from engine.core.context import context_of
 from engine.core.distributed import World
-from engine.core.types import Log, MicroBatch, Sampler, SamplingParams
+from engine.core.types import Log, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
 from engine.model.precision import make_grad_scaler
 from engine.model.probes import supports_chunked_head
@@ -37,8 +37,7 @@ class Policy:
     scorer: nn.Module | None = None  # main.py's CompletionScorer, perhaps in DDP, for training
     reference: nn.Module | None = None  # a scorer of the first model, or of the teacher
     teacher: nn.Module | None = None
-    # With model.shard each rank must make as many passes as the others.
-    equal_passes: Callable[[list[MicroBatch]], list[MicroBatch]] = list
+    is_in_training: bool = False  # then a row's numbers must not depend on those beside it
 
     @functools.cached_property
     def grad_scaler(self) -> torch.amp.GradScaler:
@@ -56,8 +55,8 @@ class Policy:
     @property
     def context_length(self) -> int | None:
         """The most tokens that the model, and its teacher, can see; None for no limit."""
-        texts = [m.config.get_text_config() for m in (self.model, self.teacher) if m is not None]
-        limits = [getattr(text, "max_position_embeddings", None) for text in texts]
+        models = [model for model in (self.model, self.teacher) if model is not None]
+        limits = [context_of(model, is_steady=self.is_in_training) for model in models]
         return min(filter(None, limits), default=None)
 
     @property
@@ -67,10 +66,8 @@ class Policy:
         texts = self.params.stop.texts if self.params.stop is not None else []
         return " or ".join([*tokens, *map(repr, texts)])
 
-    def large_logits_scorer(
-        self, config: Config, device: torch.device, log: Log
-    ) -> type[nn.Module] | None:
-        """The scorer that makes logits block by block, if all of a micro-batch's would be large."""
+    def has_large_logits(self, config: Config, device: torch.device, log: Log) -> bool:
+        """Whether those of a whole micro-batch are large, and can be made block by block."""
         vocab_size = self.model.config.get_text_config().vocab_size
         most = MOST_TOKENS if device.type == "cuda" else CPU_TOKENS
         num_bytes = 4 * (config.training.micro_batch_tokens or most) * vocab_size
@@ -79,11 +76,7 @@ class Policy:
         in_blocks = in_blocks and all(supports_chunked_head(model, log) for model in scored)
         how = "in blocks of the vocabulary" if in_blocks else "at once"
         log(f"logits of a micro-batch: {num_bytes / 1e6:,.1f} MB, made {how}")
-        if not in_blocks:
-            return None
-        from engine.update.head import ChunkedScorer
-
-        return ChunkedScorer
+        return in_blocks
 
     def reference_model(self, config: Config) -> nn.Module:
         """The teacher, else the model that the run starts from: a frozen copy, but with LoRA."""
@@ -102,12 +95,11 @@ class Policy:
 
     def shard(self, world: World) -> None:
         """Cut the weights that are trained, and those of a reference, into a part for each rank."""
-        from engine.update.shards import equal_passes, shard_scorer
+        from engine.update.shards import shard_scorer
 
         self.scorer = shard_scorer(self.scorer, world, reshard_after_forward=False)
         if self.reference is not None:
             self.reference = shard_scorer(self.reference, world, reshard_after_forward=True)
-        self.equal_passes = functools.partial(equal_passes, world=world)
 
     @torch.no_grad()
     def score_by_reference(self, input_ids: Tensor, mask: Tensor) -> Tensor:
@@ -137,6 +129,13 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
         sampler = sample_by_loop(config, model, dtype, world)
         sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
     policy = Policy(model, sampler, tokenizer, params, dtype)
+    policy.is_in_training = config.mode == "train"
+    steady = context_of(model, is_steady=True)
+    if steady != context_of(model):
+        means = "beyond it a text depends on the rows beside it"
+        if policy.is_in_training:
+            means = "that is its context in training"
+        log(f"warning: this model's positions turn otherwise from {steady:,} tokens on: {means}")
     if config.mode == "train" and config.model.teacher is not None:
         load_teacher(policy, config, world, log)
     return policy
@@ -156,9 +155,10 @@ def load_teacher(policy: Policy, config: Config, world: World, log: Log) -> None
     if {*policy.teacher.generation_config.eos_token_id} != {*policy.params.eos_ids}:
         log("warning: the teacher's texts end at other tokens than the trained model's")
     if policy.context_length != own_context:
-        sees = f"sees {policy.context_length:,} tokens, fewer than the trained model"
-        lost = "questions without room for a completion there are left out"
-        log(f"warning: the teacher {sees}: {lost}")
+        log(
+            f"warning: the teacher sees {policy.context_length:,} tokens, fewer than the trained "
+            "model: questions without room for a completion there are left out"
+        )
 
 
 def sampling_params(

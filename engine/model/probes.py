@@ -1,12 +1,13 @@
 """What a model can do, found out on made-up tokens when it is loaded."""
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 from torch import nn
 
+from engine.core.context import context_of
 from engine.core.tensors import autocast
+from engine.core.types import Log
 
 
 @torch.no_grad()
@@ -25,7 +26,8 @@ def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 
     Of the largest logit, SmolLM2-135M's differ by 0.1% in float16 and by 0.9% in bf16; 1.6% pass.
     """
-    ids = torch.arange(1, 65, device=model.device)[None] % model.config.vocab_size  # made-up tokens
+    ids = torch.arange(1, 65, device=model.device)[None, : context_of(model)]  # made-up tokens
+    ids %= model.config.vocab_size
     with autocast(model.device, model.dtype):
         expected = model(input_ids=ids).logits.float()
     with autocast(model.device, dtype):
@@ -34,7 +36,7 @@ def supports_dtype(model: nn.Module, dtype: torch.dtype) -> bool:
 
 
 @torch.no_grad()
-def supports_chunked_head(model: nn.Module, log: Callable[[str], None]) -> bool:
+def supports_chunked_head(model: nn.Module, log: Log) -> bool:
     """Whether the logits are exactly those of a plain linear head on the last hidden states.
 
     If not, that is logged. Only rounding may differ: a cap hardly changes small logits.

@@ -70,8 +70,10 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: 
     unused = special_ids(tokenizer) - used
     largest = max(set(tokenizer.get_vocab().values()) - unused)
     if largest >= num_embeddings:
-        problem = f"gives ids up to {largest}, but it has {num_embeddings} embeddings"
-        raise ValueError(f"its tokenizer {problem}; give a tokenizer that belongs to it")
+        raise ValueError(
+            f"its tokenizer gives ids up to {largest}, but it has {num_embeddings} embeddings; "
+            "give a tokenizer that belongs to it"
+        )
 
 
 def find_eos_ids(

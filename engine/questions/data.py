@@ -47,7 +47,7 @@ def load_questions(
     *,
     tokenizer: PreTrainedTokenizerFast,
     context: int | None,
-    log: Callable[[str], None],
+    log: Log,
 ) -> "tuple[list[dict], QuestionStream | None]":
     """The validation questions, and the stream of training questions if the run trains.
 
@@ -86,7 +86,7 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     try:
         check_functions(task, rows[0])
     except ValueError as error:  # the same on all ranks, of which one prints it
-        raise ConfigError([str(error)]) from error
+        raise ConfigError(str(error)) from error
     return [*{task.asked(row): row for row in rows}.values()]
 
 
@@ -104,13 +104,17 @@ def those_that_fit(
         section = "validation" if config.validation.max_new_gen_tokens else "training"
         raise ValueError(NONE_FITS.format("validation", longest, section))
     if num_long := len(validation) - len(fitting):
-        some = f"{num_long} of {len(validation)} validation questions"
-        log(f"{some} are too long or hold a special token: dropped")
+        log(
+            f"{num_long} of {len(validation)} validation questions are too long or hold a special "
+            "token: dropped"
+        )
     if len(fitting) < (num := config.validation.num_examples):
         log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
     kept = [num for num in lengths if num <= longest]
-    means = f"{np.mean(kept):.0f} tokens on average, {max(kept)} the longest"
-    log(f"prompts of validation questions: {means}")
+    log(
+        f"prompts of validation questions: {np.mean(kept):.0f} tokens on average, {max(kept)} the "
+        "longest"
+    )
     return fitting
 
 
@@ -133,8 +137,10 @@ def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
         if near and word not in question:
             log(f"warning: {{{word}}} is no key of a question, the nearest is {{{near[0]}}}")
         if word in GOLD_KEYS and word in question:
-            shown = f"the model is shown column {word}, which the reward reads"
-            log(f"warning: {{{word}}} in the prompt: {shown}: leave it out, or rename the column")
+            log(
+                f"warning: {{{word}}} in the prompt: the model is shown column {word}, which the "
+                "reward reads: leave it out, or rename the column"
+            )
 
 
 def check_functions(task: Task, example: dict) -> None:
@@ -145,8 +151,7 @@ def check_functions(task: Task, example: dict) -> None:
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text for text in texts):
         wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
-        problem = f"generate_prompt must return {wanted}, not {prompt!r:.80}"
-        raise ValueError(f"{task.file}: {problem}")
+        raise ValueError(f"{task.file}: generate_prompt must return {wanted}, not {prompt!r:.80}")
     if task.Environment is None:
         reward_parts(task, [[""]], [example], [[None]])
     if task.functions:
@@ -162,7 +167,7 @@ class QuestionStream:
     shuffle: bool  # if not, each epoch has the questions in their own order
     prompt_tokens: Callable[[dict], float]  # how many a question's prompt has
     max_prompt_tokens: int  # the model's context, less a completion's longest
-    log: Callable[[str], None]
+    log: Log
     too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
     permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
 
@@ -171,7 +176,7 @@ class QuestionStream:
 
         Logs now and then how many were too long, and raises ValueError if all are.
         """
-        taken: list[tuple[int, dict]] = []
+        taken = []
         num_long = len(self.too_long)
         while len(taken) < count:
             epoch, index = divmod(position, len(self.questions))
@@ -187,8 +192,10 @@ class QuestionStream:
                 raise ValueError(NONE_FITS.format("training", self.max_prompt_tokens, "training"))
             position += 1
         if len(self.too_long).bit_length() > num_long.bit_length():
-            so_far = f"{len(self.too_long)} of {len(self.questions)} training questions"
-            self.log(f"skipped so far since they are too long or hold a special token: {so_far}")
+            self.log(
+                "skipped so far since they are too long or hold a special token: "
+                f"{len(self.too_long)} of {len(self.questions)} training questions"
+            )
         return taken, position
 
 
@@ -242,8 +249,10 @@ def load_examples(
         raise ValueError(f"{task.file}: a question has the key {others[0]!r}: keys must be text")
     is_other = are_others(task, rows, exclude)
     if num_equal := is_other.count(False):
-        some = f"{num_equal:,} of {len(rows):,} questions to train on"
-        log(f"{some} are asked in validation too: left out")
+        log(
+            f"{num_equal:,} of {len(rows):,} questions to train on are asked in validation too: "
+            "left out"
+        )
     if not any(is_other):
         place = source
         fix = "give a file with more rows"
@@ -336,7 +345,7 @@ def parse_table(
     table: list[dict] | list[str], task: Task, source: str, log: Log = no_log
 ) -> list[dict]:
     """The example in each row of the table; ValueError for the first row without one."""
-    rows: list[dict] = []
+    rows = []
     for number, row in enumerate(table, start=1):
         try:
             row = json.loads(row) if isinstance(row, str) else row

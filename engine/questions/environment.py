@@ -45,7 +45,7 @@ def start_conversations(
     room = (policy.context_length or 10**9) - params.max_new_tokens
     limits = params.max_new_tokens, params.max_turns
     for question, seed in zip(questions, seeds, strict=True):
-        prompt_ids: list[int] = []  # filled below, once `reset` has said what it adds
+        prompt_ids = []  # filled below, once `reset` has said what it adds
         group = [
             Conversation(task, turns, question, prompt_ids, (*seed, sample), *limits, device, clock)
             for sample in range(1, params.group_size + 1)
@@ -113,7 +113,7 @@ class Conversation:
             content = f"error: {type(error).__name__}: {error}"
         return {"role": "tool", "name": self.turns.clean(name), "content": content}
 
-    def reward(self) -> dict[str, Any]:
+    def reward(self) -> dict:
         """The parts of the reward that the environment pays, if it pays any."""
         paid = self.ask("get_reward") if hasattr(self.environment, "get_reward") else {}
         return paid if isinstance(paid, dict) else {"answer": paid}
@@ -132,8 +132,9 @@ class Conversation:
         return result
 
     def error(self, method: str, problem: str) -> RewardError:
-        name = f"{self.task.file}: Environment.{method}"
-        return RewardError(f"{name} {problem}: question {self.question!r:.200}")
+        return RewardError(
+            f"{self.task.file}: Environment.{method} {problem}: question {self.question!r:.200}"
+        )
 
 
 def problems_of_environment(

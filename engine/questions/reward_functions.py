@@ -40,17 +40,18 @@ def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
         where = line_of(file, function=function)
         kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
         if inspect.Parameter.VAR_KEYWORD not in kinds:
-            form = f"write def {name}(completions, **kwargs): every column comes by name"
-            raise ConfigError([f"{where}: {form}"])
+            raise ConfigError(
+                f"{where}: write def {name}(completions, **kwargs): every column comes by name"
+            )
         if name in functions:
-            raise ConfigError([f"task.reward names {name} twice ({where}): rename one"])
+            raise ConfigError(f"task.reward names {name} twice ({where}): rename one")
         if name == TIMEOUT:
-            raise ConfigError([f"{where}: {name} counts the calls that took too long: rename it"])
+            raise ConfigError(f"{where}: {name} counts the calls that took too long: rename it")
         functions[name] = file, function
     return functions
 
 
-def form_of(columns: dict[str, Any]) -> str:
+def form_of(columns: dict) -> str:
     """Which of TRL's two forms a function got its completions in, and why."""
     if isinstance(columns["completions"][0], str):
         return " (each completion is a text, since no row has messages in a column prompt)"
@@ -63,7 +64,7 @@ class RewardTask(Task):
     class Options(Section):
         @model_validator(mode="before")
         @classmethod
-        def validate_on_the_training_file(cls, values: dict[str, Any]) -> dict[str, Any]:
+        def validate_on_the_training_file(cls, values: dict) -> dict:
             """One file serves both, unless task.eval names another."""
             if isinstance(values, dict) and values.get("eval", "generated") == "generated":
                 return values | {"eval": values.get("train", "generated")}
@@ -83,8 +84,9 @@ class RewardTask(Task):
         prompt = row.get("prompt")
         if options.prompt is None and not (prompt and isinstance(prompt, str | list)):
             names = ", ".join(f"{{{name}}}" for name in row)
-            have = "no text or messages in a column prompt: add one, or word task.prompt with"
-            raise ValueError(f"{have} {names}")
+            raise ValueError(
+                f"no text or messages in a column prompt: add one, or word task.prompt with {names}"
+            )
         return row
 
     def parse_question(self, text: str) -> dict:
@@ -132,7 +134,7 @@ class RewardTask(Task):
                         row[TIMEOUT] = max(row.get(TIMEOUT, 0.0), float(is_late))
         return parts
 
-    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict[str, Any]:
+    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict:
         """What the functions get of a question, by name: lists with an entry a completion.
 
         Prompts and completions are messages where the row holds messages, and plain text elsewhere.
@@ -151,7 +153,7 @@ class RewardTask(Task):
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
         return columns | {"max_completion_length": self.max_completion_length}
 
-    def call(self, name: str, columns: dict[str, Any], example: dict) -> list[float | None]:
+    def call(self, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function, given a copy, pays for each completion of a question."""
         file, function = self.functions[name]
         with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
@@ -164,7 +166,7 @@ class RewardTask(Task):
         """The same of all questions, by an async function; None where it took too long."""
         free = asyncio.Semaphore(self.options.concurrency)
 
-        async def in_time(columns: dict[str, Any], example: dict) -> list[float | None] | None:
+        async def in_time(columns: dict, example: dict) -> list[float | None] | None:
             async with free:
                 running = asyncio.ensure_future(self.call_async(name, columns, example))
                 try:
@@ -177,7 +179,7 @@ class RewardTask(Task):
 
         return await asyncio.gather(*map(in_time, columns, examples))
 
-    async def call_async(self, name: str, columns: dict[str, Any], example: dict) -> list:
+    async def call_async(self, name: str, columns: dict, example: dict) -> list:
         """As `call`, of an async function; a sys.exit() that got past it would end the process."""
         file, function = self.functions[name]
         with naming_mistakes(file, function, example, name=name, form=form_of(columns)):
@@ -189,14 +191,18 @@ class RewardTask(Task):
         num = len(columns["completions"])
         is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
         if not is_list or not all(value is None or is_reward(value) for value in paid):
-            wanted = f"must return a list of {num} finite numbers, one a completion"
-            raise self.error(name, f"{wanted}, not {paid!r:.80}", example)
+            raise self.error(
+                name,
+                f"must return a list of {num} finite numbers, one a completion, not {paid!r:.80}",
+                example,
+            )
         return [None if value is None else float(value) for value in paid]
 
     def error(self, name: str, problem: str, example: dict) -> RewardError:
         file, function = self.functions[name]
-        where = f"{line_of(file, function=function)}: {name}"
-        return RewardError(f"{where} {problem}: question {example!r:.200}")
+        return RewardError(
+            f"{line_of(file, function=function)}: {name} {problem}: question {example!r:.200}"
+        )
 
     def log_metric(self, name: str, value: float) -> None:
         """What TRL passes under this name: the step's metric is the mean of all values."""
@@ -209,9 +215,9 @@ class RewardTask(Task):
 
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
-        logged = self.logged
-        self.logged = defaultdict(list)
-        return {name: (sum(values), len(values)) for name, values in logged.items()}
+        taken = {name: (sum(values), len(values)) for name, values in self.logged.items()}
+        self.logged.clear()
+        return taken
 
 
 class EventLoop:

@@ -40,11 +40,13 @@ def load_task(options: TaskSettings) -> Task:
     elif own_file.stem == name and own_file.is_file():
         module = import_file(own_file)
     else:
-        choices = f"{', '.join(built_in_tasks())}, or the name of a .py file in {Path.cwd()}"
-        raise ConfigError([f"task.name = {show(name):.80}: must be one of {choices}"])
+        raise ConfigError(
+            f"task.name = {show(name):.80}: must be one of {', '.join(built_in_tasks())}, or the "
+            f"name of a .py file in {Path.cwd()}"
+        )
     task = Task(module.__file__, vars(module), options)
     if problems := list(problems_of_task(task)):
-        raise ConfigError([f"{task.file}: {problem}" for problem in problems])
+        raise ConfigError(*(f"{task.file}: {problem}" for problem in problems))
     return task
 
 
@@ -61,7 +63,7 @@ def check_form(text: Any) -> str:
     if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
         forms = "my_rewards:f for the function f in my_rewards.py, 'my_rewards:[f, g]' for two, or "
         forms += "'[my_rewards:f, lengths:g]'"
-        raise ConfigError([f"task.reward = {show(given):.80}: write {forms}"])
+        raise ConfigError(f"task.reward = {show(given):.80}: write {forms}")
     return text
 
 

@@ -82,8 +82,10 @@ def check_chat(chat: list[dict] | str, tokenizer: Tokenizer) -> None:
     prompt = render_prompt(chat, tokenizer)
     for text in (m["content"].strip() for m in chat if m["role"] not in ("system", "assistant")):
         if text not in prompt:
-            problem = f"{tokenizer.name_or_path} leaves out what the user says, {text!r:.80}"
-            raise ValueError(f"the chat template of {problem}: return plain text as the prompt")
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path} leaves out what the user says, "
+                f"{text!r:.80}: return plain text as the prompt"
+            )
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:

@@ -19,6 +19,7 @@ import dotenv
 from engine.core.files import write_atomically
 from engine.core.packages import import_package
 from engine.core.text import unnest
+from engine.core.types import Metrics
 
 # When a server does not answer, MLflow by default tries 8 times for 120 s, and sleeps as long as a
 # Retry-After header asks for. These are for what neither the environment nor .env sets.
@@ -56,7 +57,7 @@ class Board:
             os.environ.setdefault(name, value)
         self.package = import_package(self.title.lower(), key="logging.report_to")
 
-    def open(self, folder: Path, about: dict[str, Any], logger: Any) -> None:
+    def open(self, folder: Path, about: dict, logger: Any) -> None:
         """Begin the board's run, or go on with the one whose id is in the folder; print where."""
         about = about | {"params": unnest(about["params"], separator=".")}
         self.is_on = True
@@ -69,7 +70,7 @@ class Board:
             logger.info(f"{self.title}: {address}")
         self.was_slow = False
 
-    def log_metrics(self, moment: tuple[int, bool], metrics: dict[str, float]) -> None:
+    def log_metrics(self, moment: tuple[int, bool], metrics: Metrics) -> None:
         """Send metrics of a step or, where `moment` says so, of the evaluation after it."""
         if self.is_on and moment > self.last_sent:
             # Boards would draw infinity as 1.8e308.
@@ -77,7 +78,7 @@ class Board:
             with self._guard():
                 self.send_metrics(*moment, finite)
 
-    def log_samples(self, moment: tuple[int, bool], samples: list[dict[str, Any]]) -> None:
+    def log_samples(self, moment: tuple[int, bool], samples: list[dict]) -> None:
         if self.is_on and moment > self.last_sent:
             rows = [unnest(sample, separator="/") for sample in samples]
             names = dict.fromkeys(name for row in rows for name in row)
@@ -105,8 +106,9 @@ class Board:
             reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
             if "@" in os.getenv(self.server, ""):  # the reason may quote the password
                 reason = type(error).__name__
-            state = f"{self.title} is off until the run ends, the run's own files go on"
-            self.logger.warning(f"{state}: {reason[:300]}")
+            self.logger.warning(
+                f"{self.title} is off until the run ends, the run's own files go on: {reason[:300]}"
+            )
 
 
 class MlflowRun(Board):
@@ -116,7 +118,7 @@ class MlflowRun(Board):
     server = "MLFLOW_TRACKING_URI"
     environment = MLFLOW_ENVIRONMENT
 
-    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
+    def start(self, run_id: str | None, folder: Path, about: dict) -> tuple[str, str]:
         self.client = self.package.MlflowClient()
         if run_id is not None:
             run = self.client.get_run(run_id)
@@ -136,7 +138,7 @@ class MlflowRun(Board):
         self.run_id = run_id
         return run_id, f"{server}/{page}" if "http" in server else f"{run_id} in {server}"
 
-    def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
+    def send_metrics(self, step: int, is_evaluation: bool, metrics: Metrics) -> None:
         entities = self.package.entities
         now_ms = int(time.time() * 1000)
         named = [(mlflow_name(name), value) for name, value in metrics.items()]
@@ -166,7 +168,7 @@ class WandbRun(Board):
     title = "wandb"
     server = "WANDB_BASE_URL"
 
-    def start(self, run_id: str | None, folder: Path, about: dict[str, Any]) -> tuple[str, str]:
+    def start(self, run_id: str | None, folder: Path, about: dict) -> tuple[str, str]:
         settings = self.package.Settings(
             silent=True,
             console="off",  # it would take over stdout
@@ -195,7 +197,7 @@ class WandbRun(Board):
         sync_folder = Path(self.run.dir).parent
         return self.run.id, self.run.url if is_online else f"offline, wandb sync {sync_folder}"
 
-    def send_metrics(self, step: int, is_evaluation: bool, metrics: dict[str, float]) -> None:
+    def send_metrics(self, step: int, is_evaluation: bool, metrics: Metrics) -> None:
         self.run.log({"step": step} | metrics)
         self.run.summary["last_sent"] = [step, is_evaluation]
 

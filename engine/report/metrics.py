@@ -12,7 +12,7 @@ import torch
 from engine.core.config import ValidationSettings
 from engine.core.distributed import World
 from engine.core.measures import reduce_means
-from engine.core.types import Groups
+from engine.core.types import Groups, Metrics
 from engine.questions.contract import Task
 from engine.questions.rewards import read_answer
 from engine.report.pass_at_k import majority_sample, solve_rates, with_interval
@@ -66,8 +66,8 @@ def rollout_metrics(
 
 
 def mean_of_last(
-    recent: list[list[float]], metrics: dict[str, float], *, num_questions: int
-) -> tuple[list[list[float]], dict[str, float]]:
+    recent: list[list[float]], metrics: Metrics, *, num_questions: int
+) -> tuple[list[list[float]], Metrics]:
     """Add a step's WATCHED metrics to `recent`; return its last steps and, if enough, the means."""
     num_steps = max(WINDOW_STEPS, math.ceil(WINDOW_QUESTIONS / num_questions))
     recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
@@ -77,7 +77,7 @@ def mean_of_last(
     return recent, {name: total / num_steps for name, total in zip(WATCHED, sums, strict=True)}
 
 
-def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[str, str]:
+def signs_of_collapse(means: Metrics, *, best_solved: float) -> dict[str, str]:
     """What shows a collapse in the means over the last steps, by metric; empty if nothing does."""
     solved, entropy, truncated = (means[name] for name in WATCHED)
     signs = {}
@@ -92,7 +92,7 @@ def signs_of_collapse(means: dict[str, float], *, best_solved: float) -> dict[st
 
 def evaluation_metrics(
     groups: Groups, task: Task, validation: ValidationSettings, world: World
-) -> dict[str, float]:
+) -> Metrics:
     """pass@k, lengths and shares over all questions, from this rank's groups."""
     num_questions = int(world.sum([len(groups)]))
     solved = [[t.is_solved for t in group] for group in groups]
@@ -116,7 +116,7 @@ def evaluation_metrics(
 
 def mean_rewards(
     groups: Groups, names: tuple[str, ...], num_questions: int, world: World
-) -> dict[str, float]:
+) -> Metrics:
     """The means of the reward and, where it applies, of each part; with 95% intervals."""
     parts = [name for name in names if name != "timeout"]
     rows = []
@@ -135,7 +135,7 @@ def mean_rewards(
 
 def single_answer_metrics(
     task: Task, questions: list[dict], groups: Groups, greedy: Groups, world: World
-) -> dict[str, float]:
+) -> Metrics:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 
     `groups` and `greedy` answer this rank's `questions`. `is_lenient_solved` forgives the form.

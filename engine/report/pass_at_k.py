@@ -5,8 +5,10 @@ import statistics
 
 import numpy as np
 
+from engine.core.types import Metrics
 
-def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
+
+def solve_rates(solved: np.ndarray, pass_k: list[int]) -> Metrics:
     """pass@k, with the 95% interval of pass@1, from solved (questions, samples) of 0 and 1."""
     num_samples = solved.shape[1]
     counts = solved.sum(axis=1).astype(int)
@@ -17,7 +19,7 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> dict[str, float]:
     return {name: float(rate) for name, rate in rates.items()}
 
 
-def with_interval(name: str, rates: np.ndarray, *, is_binary: bool) -> dict[str, float]:
+def with_interval(name: str, rates: np.ndarray, *, is_binary: bool) -> Metrics:
     """The mean of `rates` (questions,) and its 95% interval, as three metrics."""
     low, high = confidence_interval(rates, is_binary=is_binary)
     return {name: float(rates.mean()), f"{name}_low": low, f"{name}_high": high}

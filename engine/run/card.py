@@ -11,17 +11,18 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, dotted_values
 from engine.core.text import show
+from engine.core.types import Metrics
 from engine.questions.prompts import encode_prompts, render_prompts
 from engine.questions.tables import is_file_name, is_on_hub, split_source
 from engine.run.folder import run_name
 from engine.run.state import PASS_AT_1, Run
 
 KINDS = {"transformers": "A fine-tuned copy of", "peft": "An adapter (for the package peft) of"}
-TEXT = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+TEXT = Path(__file__).with_name("card.md").read_text("utf-8")
 CARD = Template(TEXT, trim_blocks=True, keep_trailing_newline=True)
 
 
-def model_card(run: Run, measured: dict[str, float], *, answers: str | None = None) -> str:
+def model_card(run: Run, measured: Metrics, *, answers: str | None = None) -> str:
     """The card of the model as it was measured; `answers` is where those it imitated come from."""
     config = run.config
     tokenizer = run.policy.tokenizer

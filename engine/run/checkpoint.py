@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -30,14 +31,17 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from engine.core.config import dotted_values
 from engine.core.files import open_to_append, sizes_of, sync
 from engine.core.hub import without_hub
-from engine.core.types import Log, no_log
+from engine.core.types import Log, Metrics, no_log
 from engine.run.card import model_card
+from engine.run.mistakes import is_out_of_memory
 from engine.run.state import Run
 
 MARKER = "has_checkpoints"
+STATE = "training_state/state.json"
+OPTIMIZER = "training_state/optimizer.pt"
 
 
-def save_best(run: Run, measured: dict[str, float]) -> bool:
+def save_best(run: Run, measured: Metrics) -> bool:
     """Save the model in best/ with its card; returns False if that was not possible."""
     model = run.policy.model
     score = measured[run.config.best_metric]
@@ -48,8 +52,7 @@ def save_best(run: Run, measured: dict[str, float]) -> bool:
         weights = gather_weights(model, run.world)
     best = {"best": score, "best_step": run.state.step, "best_by": run.config.best_by}
     card = model_card(run, measured)
-    folder = run.folder / "best"
-    arguments = (model, run.policy.tokenizer, card, folder, weights, best)
+    arguments = (model, run.policy.tokenizer, card, run.folder / "best", weights, best)
     return save_on_main(run, "best", score, save_model, *arguments)
 
 
@@ -69,8 +72,10 @@ def save_checkpoint(run: Run) -> None:
             return
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
     if not nn.utils.get_total_norm(run.trained_weights).isfinite():
-        problem = "since the weights are not finite: what was saved before stays"
-        run.logger.warning(f"nothing saved at step {state.step}, {problem}")
+        run.logger.warning(
+            f"nothing saved at step {state.step}, since the weights are not finite: what was saved "
+            "before stays"
+        )
         run.unsaved["checkpoint"] = state.step
         return
     state.is_saved = True  # the checkpoint says so too: the resumed run does not save it again
@@ -81,13 +86,14 @@ def save_checkpoint(run: Run) -> None:
         "config": dotted_values(run.config) | run.rests_on,
         "lost_best": run.unsaved.get("best"),
         "fit": asdict(run.fit),
+        "num_alike": run.num_alike,
     }
     model = run.policy.model
-    tokenizer = run.policy.tokenizer
     optimizer = run.optimizer
     name = f"step-{state.step:06d}"
-    keep = run.config.checkpoint.keep
-    write = functools.partial(write_model, model=model, tokenizer=tokenizer, optimizer=optimizer)
+    write = functools.partial(
+        write_model, model=model, tokenizer=run.policy.tokenizer, optimizer=optimizer
+    )
     if run.config.model.shard:
         from engine.update import shards
 
@@ -96,7 +102,9 @@ def save_checkpoint(run: Run) -> None:
         write = functools.partial(
             shards.move_parts, written=folder, num_parts=world.size, num_failed=num_failed
         )
-    save = functools.partial(write_checkpoint, root, known, step=state.step, write=write, keep=keep)
+    save = functools.partial(
+        write_checkpoint, root, known, step=state.step, write=write, keep=run.config.checkpoint.keep
+    )
     state.is_saved = save_on_main(run, "checkpoint", state.step, save)
     if state.is_saved:
         run.logger.info(f"saved checkpoint {root / name}")
@@ -112,8 +120,10 @@ def save_on_main(
     try:
         run.world.on_main(save, *arguments)
     except ValueError as error:  # rank 0's OSError, on every rank
-        fix = "what was saved before is kept; free some space, or lower checkpoint.keep"
-        run.logger.warning(f"nothing saved at step {run.state.step}: {error}; {fix}")
+        run.logger.warning(
+            f"nothing saved at step {run.state.step}: {error}; what was saved before is kept; free "
+            "some space, or lower checkpoint.keep"
+        )
         run.unsaved[what] = max(value, run.unsaved.get(what, value))
         return False
     if value >= run.unsaved.get(what, value):
@@ -134,8 +144,8 @@ def write_checkpoint(
         inner = temporary / "training_state"
         inner.mkdir()
         write(temporary)
-        (inner / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), encoding="utf-8")
+        (temporary / STATE).write_text(json.dumps(state, indent=1), "utf-8")
+        (inner / "files.json").write_text(json.dumps(sizes_of(temporary)), "utf-8")
     mark(root, checkpoint)
     outdated = [old for old in list_checkpoints(root) if is_whole(old)][keep:] if keep else []
     for folder in [*outdated, *root.glob("step-*.tmp"), *root.glob("step-*.old")]:
@@ -161,7 +171,7 @@ def write_model(
     with without_hub():
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / "training_state" / "optimizer.pt")
+    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
 
 
 def save_model(
@@ -170,7 +180,7 @@ def save_model(
     card: str,
     folder: Path,
     weights: dict[str, torch.Tensor] | None = None,
-    best: dict[str, float] | None = None,
+    best: dict | None = None,
 ) -> None:
     """Write the model, its tokenizer and its card, as `from_pretrained` loads them.
 
@@ -180,9 +190,9 @@ def save_model(
         with without_hub():
             model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
-        (temporary / "README.md").write_text(card, encoding="utf-8")  # in the place of peft's own
+        (temporary / "README.md").write_text(card, "utf-8")  # in the place of peft's own
         if best is not None:
-            (temporary / "best.json").write_text(json.dumps(best), encoding="utf-8")
+            (temporary / "best.json").write_text(json.dumps(best), "utf-8")
 
 
 @contextlib.contextmanager
@@ -229,12 +239,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def newest_whole(root: Path, warn: Log = no_log) -> Path | None:
+def newest_whole(root: Path, warn: Log = no_log, *, reads_weights: bool = False) -> Path | None:
     """The newest checkpoint that is undamaged; newer ones that are damaged cost a warning each."""
     for old in root.glob("step-*.old"):
         mend(old.with_suffix(""))
     for folder in list_checkpoints(root):
-        if is_whole(folder):
+        if is_whole(folder) and not (reads_weights and has_ruined_weights(folder)):
             return folder
         warn(f"{folder} is damaged and not used")
     return None
@@ -254,14 +264,38 @@ def is_whole(folder: Path) -> bool:
     """Whether each file that was saved still has its size."""
     try:
         saved = json.loads((folder / "training_state" / "files.json").read_text())
-        return "training_state/state.json" in saved and saved.items() <= sizes_of(folder).items()
+        return STATE in saved and saved.items() <= sizes_of(folder).items()
     except (OSError, ValueError, AttributeError):  # files.json itself is missing or damaged
         return False
 
 
+def has_ruined_weights(folder: Path) -> bool:
+    """Whether some are not finite, as none was when it was saved; unreadable ones do not count."""
+    with contextlib.suppress(SafetensorError):
+        for file in folder.rglob("*.safetensors"):
+            with safe_open(file, framework="pt") as saved:
+                names = (name for name in saved.keys() if "/" not in name)  # noqa: SIM118
+                if not all(saved.get_tensor(name).isfinite().all() for name in names):
+                    return True
+    return False
+
+
+@contextlib.contextmanager
+def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
+    """Make one line of what is raised where the file's content is wrong; `remove` mends that."""
+    try:
+        yield
+    except Exception as error:  # pydantic, torch and its optimizers each have their own
+        if is_out_of_memory(error):
+            raise
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
+        fix = f"remove {remove}, and the run goes on by what its checkpoints hold"
+        raise ValueError(f"{file} is damaged ({problem}): {fix}") from error
+
+
 def load_state(folder: Path) -> dict:
     """What `save_checkpoint` has put into state.json."""
-    return json.loads((folder / "training_state" / "state.json").read_text(encoding="utf-8"))
+    return json.loads((folder / STATE).read_text("utf-8"))
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
@@ -278,5 +312,4 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
 def load_optimizer_state(folder: Path) -> dict:
     """The optimizer's averages; only weights are read, since a pickle may name code to run."""
-    file = folder / "training_state" / "optimizer.pt"
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)

@@ -72,9 +72,11 @@ def check_default_rate(config: Config) -> None:
     # What a run has made at tiny's rate may be trained further at it.
     if is_tiny or is_given or made_with.get("learning_rate") == rate:
         return
-    problem = f"training.learning_rate = {rate:g} is tiny's and ruins other models: give one, as in"
-    fix = "configs/: 2e-05 for 135 million weights, 1e-06 for 3 billion, 0.0002 with LoRA"
-    raise ConfigError([f"model.name = {config.model.name}: {problem} {fix}"])
+    raise ConfigError(
+        f"model.name = {config.model.name}: training.learning_rate = {rate:g} is tiny's and ruins "
+        "other models: give one, as in configs/: 2e-05 for 135 million weights, 1e-06 for 3 "
+        "billion, 0.0002 with LoRA"
+    )
 
 
 def check_files(config: Config) -> None:
@@ -93,12 +95,12 @@ def check_files(config: Config) -> None:
         except ValueError as error:
             lines.append(f"{key} = {values[key]}: cannot be used: {error}")
     if lines:
-        raise ConfigError(lines)
+        raise ConfigError(*lines)
     if os.environ.get("RANK", "0") == "0":
         print(f"loading torch, transformers and {config.model.name} ...", flush=True)
 
 
-def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
+def combine(in_file: dict, overrides: list[str]) -> Config:
     """The configuration of a file's values and, in their place, of `section.key=value` texts."""
     from_file = nest(in_file.items())
     from_command_line = nest(map(parse_override, overrides))
@@ -111,7 +113,9 @@ def combine(in_file: dict[str, Any], overrides: list[str]) -> Config:
         config = full_schema.model_validate(values)
     except ValidationError as error:
         lines = error_lines(error, full_schema, values)
-        raise ConfigError(lines, in_our_words(merge(from_file, from_command_line))) from error
+        raise ConfigError(
+            *lines, better=in_our_words(merge(from_file, from_command_line))
+        ) from error
     check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
     return config
 
@@ -122,17 +126,17 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
         problem = " ".join(str(error).split())
-        raise ConfigError([f"{origin}: cannot be read as YAML: {problem}"]) from error
+        raise ConfigError(f"{origin}: cannot be read as YAML: {problem}") from error
 
 
-def read_file(path: str | Path) -> dict[str, Any]:
+def read_file(path: str | Path) -> dict:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     try:
         content = parse_yaml(Path(path).read_bytes(), origin=path)
     except OSError as error:
-        raise ConfigError([f"{path}: {error.strerror}; give --config a YAML file"]) from error
+        raise ConfigError(f"{path}: {error.strerror}; give --config a YAML file") from error
     if content is not None and not isinstance(content, dict):
-        raise ConfigError([f"{path}: must hold sections of keys, as config.yaml does"])
+        raise ConfigError(f"{path}: must hold sections of keys, as config.yaml does")
     return content or {}
 
 
@@ -143,14 +147,15 @@ def parse_override(override: str) -> tuple[str, Any]:
         example = "section.key=value, for example training.num_steps=60; --help lists the keys"
         if override.endswith((".yaml", ".yml")):
             example = f"--config {override}"
-        raise ConfigError([f"{override}: write {example}"])
+        raise ConfigError(f"{override}: write {example}")
     try:
         return key, parse_yaml(text, origin=override)
     except ConfigError as error:
         if may_be_text(key):
             return key, text  # `combine` knows the task's keys
-        fix = f"a text with such characters needs quotes of its own: {key}='\"...\"'"
-        raise ConfigError([f"{error}; {fix}"]) from error
+        raise ConfigError(
+            f"{error}; a text with such characters needs quotes of its own: {key}='\"...\"'"
+        ) from error
 
 
 def as_typed(text: str) -> str | None:
@@ -180,9 +185,9 @@ def may_be_text(key: str) -> bool:
     return key.startswith("task.") and is_own
 
 
-def nest(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+def nest(pairs: Iterable[tuple[str, Any]]) -> dict:
     """Values by section: {"training": {"seed": 1}} for "training.seed" and 1; the later wins."""
-    nested: dict[str, Any] = {}
+    nested = {}
     for key, value in pairs:
         if value is not None or key not in SECTIONS:  # a section without keys sets nothing
             for name in reversed(key.split(".")):
@@ -198,7 +203,7 @@ def merge(base: Any, new: Any) -> Any:
     return new
 
 
-def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def without_other_task(values: dict, overrides: dict) -> dict:
     """The file's values, without those for its task if the command line names another task."""
     task = section_of(values, "task")
     given = section_of(overrides, "task")
@@ -220,7 +225,7 @@ def without_other_task(values: dict[str, Any], overrides: dict[str, Any]) -> dic
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
 
-def left_out(values: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+def left_out(values: dict, overrides: dict) -> list[str]:
     """The keys of the file's task that `without_other_task` drops, but for those at the default."""
     sections = (Config().model_dump(), values, without_other_task(values, overrides))
     usual, before, after = (unnest(section_of(of, "task"), separator=".") for of in sections)
@@ -229,25 +234,27 @@ def left_out(values: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
     return [f"task.{key}" for key in lost if key != "reward"]
 
 
-def replaced_length(from_file: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def replaced_length(from_file: dict, overrides: dict) -> dict:
     """What unsets the file's num_steps or num_epochs if the command line gives the other one."""
     for source, values in (("file", from_file), ("command line", overrides)):
         given = {k: v for k, v in section_of(values, "training").items() if v is not None}
         if "num_steps" in given and "num_epochs" in given:
-            problem = f"it sets num_steps, which the {source} gives too; leave one out"
-            raise ConfigError([f"training.num_epochs = {show(given['num_epochs'])}: {problem}"])
+            raise ConfigError(
+                f"training.num_epochs = {show(given['num_epochs'])}: it sets num_steps, which the "
+                f"{source} gives too; leave one out"
+            )
     if "num_steps" in given:
         return {"training": {"num_epochs": None}}
     return {"training": {"num_steps": Config().training.num_steps}} if "num_epochs" in given else {}
 
 
-def section_of(values: dict[str, Any], name: str) -> dict[str, Any]:
+def section_of(values: dict, name: str) -> dict:
     """A section of unchecked values; empty if the user gave no mapping for it."""
     section = values.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def task_name(values: dict[str, Any]) -> Any:
+def task_name(values: dict) -> Any:
     """The task that the values ask for, before they are checked: its name, or task.reward."""
     task = section_of(values, "task")
     name = task.get("name", Config().task.name)
@@ -338,7 +345,7 @@ def word_in(path: str, words: Iterable[str]) -> str | None:
     return max((word for word in words if path.endswith(f".{word}")), key=len, default=None)
 
 
-def in_our_words(given: dict[str, Any]) -> str:
+def in_our_words(given: dict) -> str:
     """YAML that loads, to paste into a file; empty unless words of other trainers are given.
 
     It sets what means the same here. What needs a choice stands in a comment.
@@ -367,7 +374,7 @@ def in_our_words(given: dict[str, Any]) -> str:
     return "".join([head, to_yaml(settings), *comments])
 
 
-def loads(values: dict[str, Any]) -> bool:
+def loads(values: dict) -> bool:
     """Whether they are a file's values without a mistake."""
     try:
         combine(values, [])

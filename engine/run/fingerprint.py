@@ -55,7 +55,7 @@ def of_files(
     with one_line_errors(source.name, key=key):
         base = find_base(source)
     if base is not None:
-        config = config.model_copy(update={"model": base})
+        config = config.replace(model=base)
         found[f"{what}'s base"] = of_model(config, with_weights=with_weights)
     return found
 
@@ -134,8 +134,10 @@ def check_equal(mine: dict[str, str], world: World, what: str) -> None:
     for rank, (theirs, host) in enumerate(others, start=1):
         for name in {**first, **theirs} if theirs else ():
             if first.get(name) != theirs.get(name):
-                found = f"{theirs.get(name)} on rank {rank} ({host}), {first.get(name)} on rank 0"
-                raise ValueError(f"{name} is {found} ({there}): give all nodes {what}")
+                raise ValueError(
+                    f"{name} is {theirs.get(name)} on rank {rank} ({host}), {first.get(name)} on "
+                    f"rank 0 ({there}): give all nodes {what}"
+                )
 
 
 # What may name other places on another node
@@ -178,5 +180,5 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
         if key not in (*FREE_KEYS, *ROUNDING_KEYS)
     ]
     if lines:
-        raise ConfigError(lines)
+        raise ConfigError(*lines)
     return [key for key in changed if key in ROUNDING_KEYS]

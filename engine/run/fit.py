@@ -32,8 +32,10 @@ def check_room(run: Run) -> None:
     num_questions = run.config.questions_per_step(world.size)
     num_trained = sum(parameter.numel() for parameter in run.trained_weights)
     share = f" ({num_trained / num_weights:.2%} trained)" if num_trained < num_weights else ""
-    place = f"{world.size} x {world.device.type}"
-    run.logger.info(f"{num_weights:,} weights{share}, on {place}; results in {run.folder}")
+    run.logger.info(
+        f"{num_weights:,} weights{share}, on {world.size} x {world.device.type}; results in "
+        f"{run.folder}"
+    )
     if world.device.type == "cpu" and num_weights > 50_000_000:
         held = (FP32 * num_weights + (FP32 + AVERAGES[training.optimizer]) * num_trained) / 1e9
         run.logger.info(f"each process holds {held:.1f} GB, and caches and activations on top")
@@ -59,9 +61,11 @@ def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
     if needed > room:
         keep = math.floor((room - twice_best) / checkpoint) - 1
         fix = f"checkpoint.keep={keep} would fit" if keep > 0 else "give run.dir a larger disk"
-        what = f"{num_checkpoints} checkpoints and best/ twice need {needed / 1e6:,.0f} MB"
-        problem = f"the disk is too small: {what}, there is room for {room / 1e6:,.0f} MB"
-        raise ValueError(f"run.dir = {config.run.dir}: {problem}: {fix}")
+        raise ValueError(
+            f"run.dir = {config.run.dir}: the disk is too small: {num_checkpoints} checkpoints and "
+            f"best/ twice need {needed / 1e6:,.0f} MB, there is room for {room / 1e6:,.0f} MB: "
+            f"{fix}"
+        )
 
 
 def fit_micro_batches(run: Run) -> None:
@@ -98,9 +102,10 @@ def longest_row(run: Run) -> int:
 def micro_batch_that_fits(run: Run, row: int) -> int:
     """The tokens of the whole rows that fit on the rank with the least room; 0 if not one does."""
     world = run.world
-    is_cut = run.config.model.shard
     num_rows = 0
-    weights = [weight.to_local() if is_cut else weight for weight in run.trained_weights]
+    weights = run.trained_weights
+    if run.config.model.shard:
+        weights = [weight.to_local() for weight in weights]
     later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then
     if not run.optimizer.state:
         later += AVERAGES[run.config.training.optimizer] * sum(w.numel() for w in weights)

@@ -22,8 +22,10 @@ def command(program: str) -> str:
 def run_name(config: Config) -> str:
     """The name of the run's folder; by default switching grpo to sil makes another run."""
     model = os.path.basename(os.path.abspath(run_that_made(config.model.name) or config.model.name))
-    kind = f"{config.training.learning_type}-s{config.training.seed}"
-    return config.run.name or f"{config.task.name}-{model}-{kind}"
+    return (
+        config.run.name
+        or f"{config.task.name}-{model}-{config.training.learning_type}-s{config.training.seed}"
+    )
 
 
 def run_folder(config: Config) -> Path:

@@ -17,7 +17,7 @@ from engine.core.config import Config
 from engine.core.files import json_line, sizes_of, without_nan, write_atomically
 from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
-from engine.core.types import Groups
+from engine.core.types import Groups, Metrics
 from engine.core.user_file import RewardError
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import load_task
@@ -36,7 +36,7 @@ MAX_CHARACTERS = 4_000  # there, of a prompt and of a gold answer
 MAX_HEADING = 300  # and of a question
 
 
-def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict[str, float]:
+def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> Metrics:
     """All that is measured of the step that has ended: means over all ranks, times, memory."""
     world = run.world
     state = run.state
@@ -55,11 +55,11 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> dict
     return metrics | logged_by_rewards(run, "train", {*metrics})
 
 
-def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
+def logged_by_rewards(run: Run, split: str, own: set[str]) -> Metrics:
     """Means over all ranks of what task.reward gave to log_metric, but not under `own` names."""
     if not run.task.functions:
         return {}
-    sums: dict[str, np.ndarray] = {}
+    sums = {}
     for logged in run.world.gather(run.task.take_logged()):
         for name, pair in logged.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
@@ -73,7 +73,7 @@ def logged_by_rewards(run: Run, split: str, own: set[str]) -> dict[str, float]:
 
 
 def log_step(
-    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups, update: Update
+    run: Run, metrics: Metrics, questions: list[dict], groups: Groups, update: Update
 ) -> None:
     """Print a step's line, and write its metrics, its rollouts and at times its samples."""
     step = run.state.step
@@ -107,11 +107,12 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
         return ""
     # The file has a size limit. As it fills we log more rarely: every fourth of these steps once it
     # is half full, every 16th from three quarters on. A resumed run decides by the same numbers.
-    num_bytes = (run.folder / "rollouts.jsonl").stat().st_size
+    file = run.folder / "rollouts.jsonl"
+    num_bytes = file.stat().st_size if file.exists() else 0  # somebody may have removed it
     free = 1 - num_bytes / MAX_ROLLOUTS_BYTES
     if free <= 0 or step // every % 4 ** math.floor(-math.log2(free)) != 0:
         return ""
-    weights: dict[int, float] = {}  # of a trajectory's tokens, by its id
+    weights = {}  # of a trajectory's tokens, by its id
     for batch in update.micro_batches:
         row_weights = batch.token_weights.amax(dim=1).tolist()
         # A pass that `equal_passes` adds has rows, but no trajectories.
@@ -133,7 +134,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
     return lines if num_bytes + len(lines) <= MAX_ROLLOUTS_BYTES else ""
 
 
-def log_evaluation(run: Run, metrics: dict[str, float], groups: Groups) -> None:
+def log_evaluation(run: Run, metrics: Metrics, groups: Groups) -> None:
     step = run.state.step
     samples = validation_samples(run, groups)
     metrics |= logged_by_rewards(run, "eval", {*metrics})
@@ -181,7 +182,7 @@ def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -
     ]
 
 
-def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greedy: Groups) -> int:
+def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups) -> int:
     """Report mode=evaluate: as training measures, by majority votes, and greedily.
 
     The numbers are printed, and written to eval-<time>/ in the run's folder. `groups` and `greedy`
@@ -189,8 +190,7 @@ def report_evaluation(run: Run, metrics: dict[str, float], groups: Groups, greed
     """
     config = run.config
     world = run.world
-    questions = run.validation_questions
-    metrics |= single_answer_metrics(run.task, questions, groups, greedy, world)
+    metrics |= single_answer_metrics(run.task, run.validation_questions, groups, greedy, world)
     samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
     run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))

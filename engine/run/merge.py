@@ -34,15 +34,15 @@ def start_from_adapter(config: Config, world: World, log: Log) -> Config:
         if described.peft_type != "LORA":
             raise ValueError(f"it is an adapter of the kind {described.peft_type}, not LORA")
     if settings.load_in_4bit:
-        model = settings.model_copy(update={"lora": trained_on(described, config)})
-        return config.model_copy(update={"model": model})
+        model = settings.replace(lora=trained_on(described, config))
+        return config.replace(model=model)
     folder = run_folder(config) / "base"
     world.on_main(write_merged, folder, config, log)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not on this node: give a run.dir that all nodes share")
-    model = settings.model_copy()
-    model._merged = settings.model_copy(update={"name": str(folder), "revision": None})
-    config = config.model_copy(update={"model": model})
+    model = settings.replace()
+    model._merged = settings.replace(name=str(folder), revision=None)
+    config = config.replace(model=model)
     check_same_files(config, world)  # a node may have kept a sum of its own
     return config
 
@@ -59,14 +59,18 @@ def trained_on(described: object, config: Config) -> LoraSettings:
         target_modules=targets,
     )
     if given is not None and (given.r, given.alpha) != (lora.r, lora.alpha):
-        problem = f"the adapter has r: {lora.r}, alpha: {lora.alpha}, and in 4 bits it trains on"
-        raise ConfigError([f"model.lora = {given.model_dump()}: {problem}; write these, or null"])
+        raise ConfigError(
+            f"model.lora = {given.model_dump()}: the adapter has r: {lora.r}, alpha: {lora.alpha}, "
+            "and in 4 bits it trains on; write these, or null"
+        )
     if config.training.kl_coef > 0:
-        problem = "its reference would be the base without the adapter, which in 4 bits cannot be"
-        raise ConfigError([f"training.kl_coef = {config.training.kl_coef}: {problem} merged"])
+        raise ConfigError(
+            f"training.kl_coef = {config.training.kl_coef}: its reference would be the base "
+            "without the adapter, which in 4 bits cannot be merged"
+        )
     for name in ("modules_to_save", "use_dora"):
         if getattr(described, name, None):
-            raise ConfigError([f"model.name: an adapter with {name} cannot train on in 4 bits"])
+            raise ConfigError(f"model.name: an adapter with {name} cannot train on in 4 bits")
     return lora
 
 
@@ -92,7 +96,7 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
         with save_folder(folder) as unfinished:
             model.save_pretrained(unfinished)
             tokenizer.save_pretrained(unfinished)
-            (unfinished / MADE_OF).write_text(json.dumps(files), encoding="utf-8")
+            (unfinished / MADE_OF).write_text(json.dumps(files), "utf-8")
 
 
 def merged(

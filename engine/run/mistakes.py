@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from engine.core.config import ConfigError, TrainingSettings
+from engine.core.config import ConfigError
 from engine.core.text import error_line
 from engine.core.user_file import RewardError
 
@@ -62,29 +62,36 @@ def mistakes_cost_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def crashes_name_the_fix(folder: Path, training: TrainingSettings) -> Iterator[None]:
+def crashes_name_the_fix(folder: Path, micro_batch_tokens: int) -> Iterator[None]:
     """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if "by peer" in str(error):  # gloo's words, where the other rank has said why
-            fix = f"what was saved stays in {folder}; the same command on all nodes goes on"
-            print(f"this rank ends too, since another one has ended; {fix}", file=sys.stderr)
+            print(
+                "this rank ends too, since another one has ended; what was saved stays in "
+                f"{folder}; the same command on all nodes goes on",
+                file=sys.stderr,
+            )
             time.sleep(1)  # torchrun names the rank that ends first: let that be the other one
             sys.exit(1)
         if not is_out_of_memory(error):
             raise
-        half = f"training.micro_batch_tokens={training.micro_batch_tokens // 2}"
-        fix = f"if it was sampling, lower sampling.max_batch_tokens, else set {half}, or"
-        raise RuntimeError(f"out of memory: {fix} model.gradient_checkpointing=true") from error
+        raise RuntimeError(
+            "out of memory: if it was sampling, lower sampling.max_batch_tokens, else set "
+            f"training.micro_batch_tokens={micro_batch_tokens // 2}, or "
+            "model.gradient_checkpointing=true"
+        ) from error
     except RewardError as error:
         with mistakes_cost_one_line():
             raise error
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        fix = "free some space; the same command goes on from the last checkpoint"
-        raise RuntimeError(f"{error.filename or folder}: the disk is full: {fix}") from error
+        raise RuntimeError(
+            f"{error.filename or folder}: the disk is full: free some space; the same command goes "
+            "on from the last checkpoint"
+        ) from error
     except SystemExit as error:
         raise RuntimeError(f"a task called sys.exit({error.code}): let it raise instead") from error
 

@@ -6,7 +6,7 @@ The lines are kept in remarks.jsonl, from which tools.report shows them.
 import torch
 
 from engine.core.files import json_line, read_lines
-from engine.core.types import Groups
+from engine.core.types import Groups, Metrics
 from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
@@ -44,14 +44,16 @@ def remark_at_start(run: Run) -> None:
     total = sum(rates)
     least = ROUNDING.get(dtype, 0.0) * median
     if total < least / 100:
-        moves = f"all learning rates together, {total:.1e}, are less than 1% of what half of the"
-        which = f"weights are rounded by in {str(dtype).removeprefix('torch.')}, {least:.1e}"
-        remark(run, "rate", f"{moves} {which}: raise training.learning_rate")
+        remark(
+            run,
+            "rate",
+            f"all learning rates together, {total:.1e}, are less than 1% of what half of the "
+            f"weights are rounded by in {str(dtype).removeprefix('torch.')}, {least:.1e}: raise "
+            "training.learning_rate",
+        )
 
 
-def remark_on_step(
-    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
-) -> None:
+def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Groups) -> None:
     """On parts of the reward that are paid but weigh 0, equal rewards, and completions."""
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
@@ -59,44 +61,59 @@ def remark_on_step(
             fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
     if run.task.functions and (num := run.task.num_open) > MANY_TASKS:
-        fix = "a step should await or cancel what it begins, but for a few that serve all steps"
-        remark(run, "tasks", f"async functions of task.reward have left {num:,} tasks open: {fix}")
+        remark(
+            run,
+            "tasks",
+            f"async functions of task.reward have left {num:,} tasks open: a step should await or "
+            "cancel what it begins, but for a few that serve all steps",
+        )
     run.num_alike += len(groups) * run.world.size
     if metrics["train/zero_advantage_frac"] < 1 or run.config.training.learning_type != "grpo":
         run.num_alike = -1_000_000_000  # something can be learned
     trajectory = groups[0][0]
     if run.num_alike >= ALIKE_GROUPS and run.state.step >= FEW_STEPS:
-        earned = f"every group's rewards were equal so far, the last {trajectory.reward:g}"
-        end = f"nothing can be learned from that; a completion ends with {trajectory.text[-60:]!r}"
-        fix = "look at task.reward, task.prompt and training.max_new_gen_tokens"
-        remark(run, "alike", f"{earned}: {end}: {fix}")
+        remark(
+            run,
+            "alike",
+            f"every group's rewards were equal so far, the last {trajectory.reward:g}: nothing can "
+            f"be learned from that; a completion ends with {trajectory.text[-60:]!r}: look at "
+            "task.reward, task.prompt and training.max_new_gen_tokens",
+        )
     remark_on_completions(run, metrics, "train", questions, groups)
 
 
 def remark_on_completions(
-    run: Run, metrics: dict[str, float], split: str, questions: list[dict], groups: Groups
+    run: Run, metrics: Metrics, split: str, questions: list[dict], groups: Groups
 ) -> None:
     """On completions that were cut off, and on rewards that came too late or for nothing."""
     is_chat = run.policy.tokenizer.chat_template is not None
     is_cut = metrics[f"{split}/truncated_frac"] > 0.5
     if is_chat and questions and is_cut and isinstance(run.task.pose(questions[0]), str):
-        cut = "most completions were cut off, and this chat model was given plain text"
-        fix = "task.prompt='{prompt}' makes a user's message of it"
-        remark(run, "plain text", f"{cut}: {fix}")
+        remark(
+            run,
+            "plain text",
+            "most completions were cut off, and this chat model was given plain text: "
+            "task.prompt='{prompt}' makes a user's message of it",
+        )
     if (share := metrics.get(f"{split}/reward_timeouts", 0)) > 0.1:
-        fix = "raise task.reward_timeout, or lower task.concurrency"
-        late = f"{share:.0%} of the rewards took too long"
-        remark(run, "timeouts", f"{late} and did not count: {fix}")
+        remark(
+            run,
+            "timeouts",
+            f"{share:.0%} of the rewards took too long and did not count: raise "
+            "task.reward_timeout, or lower task.concurrency",
+        )
     for question, group in zip(questions, groups, strict=True):
         parts = [t.reward_parts.items() for t in group]  # timeout 0 says that nothing was late
         if any(all(x is None for name, x in of if (name, x) != ("timeout", 0)) for of in parts):
-            unpaid = f"no function of task.reward applied to the question {question!r:.200}"
-            remark(run, "unpaid", f"{unpaid}: its reward is 0")
+            remark(
+                run,
+                "unpaid",
+                f"no function of task.reward applied to the question {question!r:.200}: its reward "
+                "is 0",
+            )
 
 
-def remark_on_evaluation(
-    run: Run, metrics: dict[str, float], questions: list[dict], groups: Groups
-) -> None:
+def remark_on_evaluation(run: Run, metrics: Metrics, questions: list[dict], groups: Groups) -> None:
     """On answers that are never right, in part or of an untrained model; completions and parts."""
     remark_on_completions(run, metrics, "eval", questions, groups)
     if run.world.is_main and run.state.step >= FEW_STEPS:
@@ -107,13 +124,19 @@ def remark_on_evaluation(
         num_right = sum(part >= 1 for part in paid)
         num_partly, num_right = run.world.sum([num_partly, num_right]).tolist()
         if num_partly > 0 and num_right == 0:
-            most = "the part answer was above 0 and never 1, so nothing counts as solved"
-            fix = "let it pay 1 for what is right, or set validation.best_by=reward"
-            remark(run, "partly", f"{most}: {fix}")
+            remark(
+                run,
+                "partly",
+                "the part answer was above 0 and never 1, so nothing counts as solved: let it pay "
+                "1 for what is right, or set validation.best_by=reward",
+            )
         elif num_right == 0 and run.state.step == 0 and run.logger.folder:  # not as it imitates
-            none = "the model solves no validation question, so little can be learned from answers"
-            fix = "begin with easier questions, or imitate answers first (python -m tools.imitate)"
-            remark(run, "unsolved", f"{none}: {fix}")
+            remark(
+                run,
+                "unsolved",
+                "the model solves no validation question, so little can be learned from answers: "
+                "begin with easier questions, or imitate answers first (python -m tools.imitate)",
+            )
 
 
 def remark_on_parts(run: Run) -> None:
@@ -138,13 +161,20 @@ def remark_on_parts(run: Run) -> None:
 def remark_at_end(run: Run) -> None:
     """On a run of which no step has trained, and on evaluations that choose nothing."""
     if not run.state.has_trained:
-        fix = "look at train/reward_std, then at task.reward and training.learning_rate"
-        remark(run, "untrained", f"no step has trained the model: {fix}")
+        remark(
+            run,
+            "untrained",
+            "no step has trained the model: look at train/reward_std, then at task.reward and "
+            "training.learning_rate",
+        )
     elif run.world.is_main:
         metric = run.config.best_metric
         scores = [row.get(metric) for row in read_lines(run.folder / "metrics.jsonl")]
         scores = [score for score in scores if score is not None]
         if len(scores) > 2 and len(set(scores)) == 1:
-            same = f"all {len(scores)} evaluations have the same {metric.removeprefix('eval/')}"
-            fix = "so best/ is the model of the first: let validation.best_by choose by another"
-            remark(run, "evaluations", f"{same}, {fix}")
+            remark(
+                run,
+                "evaluations",
+                f"all {len(scores)} evaluations have the same {metric.removeprefix('eval/')}, so "
+                "best/ is the model of the first: let validation.best_by choose by another",
+            )

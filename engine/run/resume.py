@@ -4,6 +4,7 @@ Another start of the same run waits at the file `lock`, which the process that t
 """
 
 import fcntl
+import json
 import os
 import socket
 import tempfile
@@ -19,7 +20,6 @@ from engine.core.files import open_to_append
 from engine.core.types import Log
 from engine.model.load import of_teacher
 from engine.run import checkpoint
-from engine.run.config_file import read_file
 from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
 from engine.update.optimizer import learning_rate_at
@@ -45,12 +45,9 @@ def resume(run: Run) -> None:
     world.on_main(checkpoint.mark, folder.parent, folder)  # a kill may have come before
     if config.model.shard:  # each rank reads its own part
         model = run.policy.model
-        num_parts = saved.num_ranks
-        shards.load_parts(folder, model, run.optimizer, num_parts=num_parts, rank=world.rank)
+        shards.load_parts(folder, model, run.optimizer, num_parts=saved.num_ranks, rank=world.rank)
     else:
-        if world.is_main:
-            checkpoint.load_weights(folder, run.policy.model)
-            run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        world.on_main(load_checkpoint, run, folder)
         world.broadcast_optimizer(run.optimizer)
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(saved.loss_scale or scaler.state_dict())
@@ -58,8 +55,16 @@ def resume(run: Run) -> None:
     run.state = saved.state
     run.fit = saved.fit
     run.is_resumed = True
+    run.num_alike = saved.num_alike
     run.unsaved = {} if saved.lost_best is None else {"best": saved.lost_best}
     run.logger.info(f"resumed after step {run.state.step}")
+
+
+def load_checkpoint(run: Run, folder: Path) -> None:
+    with checkpoint.naming_damage(folder, remove=folder):
+        checkpoint.load_weights(folder, run.policy.model)
+    with checkpoint.naming_damage(folder / checkpoint.OPTIMIZER, remove=folder):
+        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
 
 
 def compare(run: Run, saved: Saved) -> None:
@@ -74,15 +79,17 @@ def compare(run: Run, saved: Saved) -> None:
         run.logger.warning(f"{key} has changed: {means}")
     before = saved.config.get("training.num_steps", training.num_steps)
     if before != training.num_steps and training.lr_schedule != "constant":
-        rate = f"{learning_rate_at(saved.state.step + 1, training):.1e}"
-        change = f"training.num_steps was {before} and is {training.num_steps}"
-        run.logger.warning(f"{change}: the learning rate goes on at {rate}, as in the longer run")
+        run.logger.warning(
+            f"training.num_steps was {before} and is {training.num_steps}: the learning rate goes "
+            f"on at {learning_rate_at(saved.state.step + 1, training):.1e}, as in the longer run"
+        )
     if saved.num_ranks != num_ranks:
         then, now = (config.questions_per_step(n) for n in (saved.num_ranks, num_ranks))
         means = f"a step now has {now} questions, not {then}"
         means = "no longer bit for bit the same" if now == then else means
-        change = f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}"
-        run.logger.warning(f"{change}: {means}")
+        run.logger.warning(
+            f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}: {means}"
+        )
 
 
 def check_newest(root: Path, world: World) -> None:
@@ -97,9 +104,10 @@ def check_newest(root: Path, world: World) -> None:
     (first, here), *others = world.gather((newest, socket.gethostname()))
     for step, host in others:
         if step > first:
-            fix = f"start so that {host} has rank 0, or give a run.dir that all nodes share"
-            problem = f"{host} has a checkpoint of step {step}, and {here} none so new"
-            raise ValueError(f"{problem}: {fix}")
+            raise ValueError(
+                f"{host} has a checkpoint of step {step}, and {here} none so new: start so that "
+                f"{host} has rank 0, or give a run.dir that all nodes share"
+            )
 
 
 def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
@@ -110,18 +118,23 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     folder = find_start(run.folder, may_resume=may_resume, warn=warn)
     if folder is None:
         return None, None
-    content = checkpoint.load_state(folder)
     best = run.folder / "best"
-    if content["state"].keys() != asdict(run.state).keys():
-        fix = "go on with that one, or set run.name to start another run"
-        raise ValueError(f"{folder} was saved by another version of this program: {fix}")
-    saved = TypeAdapter(Saved).validate_python(content)
+    with checkpoint.naming_damage(folder / checkpoint.STATE, remove=folder):
+        content = checkpoint.load_state(folder)
+        is_ours = content["state"].keys() == asdict(run.state).keys()
+        saved = TypeAdapter(Saved).validate_python(content) if is_ours else None
+    if saved is None:
+        raise ValueError(
+            f"{folder} was saved by another version of this program: go on with that one, or set "
+            "run.name to start another run"
+        )
     is_there = any(best.glob("*.safetensors"))
     score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
-        kept = read_file(score)  # JSON is YAML too
-        saved.state.best = kept["best"]
-        saved.state.best_step = kept["best_step"]
+        with checkpoint.naming_damage(score, remove=score):
+            kept = json.loads(score.read_text(encoding="utf-8"))
+            saved.state.best = float(kept["best"])
+            saved.state.best_step = int(kept["best_step"])
     elif saved.state.best is not None and not is_there:
         warn(f"the model in {best} is gone: the best one from here on will be saved there")
         saved.state.best = None
@@ -132,7 +145,7 @@ def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
     """The checkpoint to resume from, or None; ValueError if results would be overwritten."""
     root = folder / "checkpoints"
     checkpoint.mend(folder / "best")
-    newest = checkpoint.newest_whole(root, warn)
+    newest = checkpoint.newest_whole(root, warn, reads_weights=True)
     if newest is not None and may_resume:
         return newest
     fix = "set run.name to start another run, or move this folder away"
@@ -162,8 +175,10 @@ def lock_folder(folder: Path, warn: Log) -> TextIO:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        fix = "wait until it ends, or set run.name to start another run"
-        raise ValueError(f"{folder}: {file.read()} trains there now: {fix}") from None
+        raise ValueError(
+            f"{folder}: {file.read()} trains there now: wait until it ends, or set run.name to "
+            "start another run"
+        ) from None
     except OSError as error:
         warn(f"{folder} cannot be locked ({error.strerror}): do not start this run twice at once")
     file.truncate(0)

@@ -13,6 +13,7 @@ A config is checked as soon as what the question needs is there:
     check_same_run           what must not have changed since the run was started
 """
 
+import contextlib
 import os
 import socket
 from datetime import date
@@ -48,7 +49,7 @@ from engine.run.resume import make_folder, resume
 from engine.run.state import Run
 
 
-def begin(run: Run) -> None:
+def open_or_resume(run: Run) -> None:
     """Open a run's folder, and go on from its newest checkpoint if there is one."""
     check_room(run)
     resume(run)
@@ -71,8 +72,9 @@ def begin(run: Run) -> None:
             "config_text": dump(config),
         },
     )
-    if run.world.is_main:
-        write_settings(run.folder, config)
+    if run.world.is_main:  # with what auto has chosen, so that mode=evaluate computes the same
+        chosen = {"compute_dtype": str(run.policy.compute_dtype).removeprefix("torch.")}
+        write_settings(run.folder, config.replace(model=config.model.replace(**chosen)))
     run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
     if not run.is_resumed:
         remark_at_start(run)
@@ -100,8 +102,10 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
     check_world(config, world.size)
     check_same_everywhere(config, world)
     if not world.is_main and os.environ.get("LOCAL_RANK") == "0":
-        here = f"rank {world.rank} of {world.size} on {socket.gethostname()}"
-        print(f"{here}; node 0 prints", flush=True)
+        print(
+            f"rank {world.rank} of {world.size} on {socket.gethostname()}; node 0 prints",
+            flush=True,
+        )
     if config.mode == "train" and ":" in config.training.advantage + config.training.policy_loss:
         from engine.update.user_algorithm import try_algorithm
 
@@ -122,23 +126,24 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
 
         config = start_from_adapter(config, world, logger.info)
     if config.mode == "train" and config.model.load_in_4bit and config.model.lora is None:
-        fix = "cannot be trained; write false, or set model.lora='{r: 8}'"
-        raise ConfigError([f"model.load_in_4bit = true: {fix}"])
+        raise ConfigError(
+            "model.load_in_4bit = true: cannot be trained; write false, or set model.lora='{r: 8}'"
+        )
     return config
 
 
 def pin(config: Config, world: World, log: Log = no_log) -> Config:
     """Fill in the commits of what is on the hub, and the date that a chat template writes.
 
-    Another start would find both changed, so a run goes on with those in its config.yaml. Raises
-    ValueError if an evaluation could not be written: now, not after all the work.
+    Another start would find both changed, so a run goes on with those in its config.yaml, and with
+    the compute_dtype of its checkpoint. Raises ValueError if an evaluation could not be written:
+    now, not after all the work.
     """
     if config.mode == "evaluate":
         world.on_main(make_folder, run_folder(config))
     pins, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
     COMMITS.update(commits)
-    sections = {name: getattr(config, name).model_copy(update=pins[name]) for name in pins}
-    return config.model_copy(update=sections)
+    return config.replace(**{name: getattr(config, name).replace(**pins[name]) for name in pins})
 
 
 def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
@@ -146,7 +151,9 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     file = run_folder(config) / "config.yaml"
     began = read_file(file) if file.is_file() else {}
     newest = newest_whole(run_folder(config) / "checkpoints")
-    rests_on = load_state(newest)["config"] if newest else {}
+    rests_on = {}
+    with contextlib.suppress(ValueError, KeyError):  # resuming will say it better
+        rests_on = load_state(newest)["config"] if newest else {}
     if (made_of := run_folder(config) / "base" / MADE_OF).is_file():
         rests_on |= read_file(made_of)
     model = section_of(began, "model")
@@ -154,14 +161,19 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     day = config.task.template_date or str(task.get("template_date") or date.today())
     pins = {"model": {}, "task": {"template_date": day}}
     is_training = config.mode == "train"
+    if is_training and config.model.compute_dtype in ("auto", model.get("compute_dtype")):
+        # config.yaml has what auto chose, and a checkpoint auto itself.
+        chosen = rests_on.get("model.compute_dtype", config.model.compute_dtype)
+        pins["model"]["compute_dtype"] = chosen
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
-        name, files = getattr(config.model, key), f"the files of model.{key}"
+        name = getattr(config.model, key)
+        files = f"the files of model.{key}"
         if name is not None:
             kept = rests_on | {"revision": model.get(which)} if model.get(key) == name else {}
             known = [kept.get(files), kept.get("revision")]
             with one_line_errors(name, key=f"model.{key}"):
                 commit = own_commit(name, getattr(config.model, which), known, log)
-                settings = config.model.model_copy(update={"name": name, "revision": commit})
+                settings = config.model.replace(name=name, revision=commit)
                 look_up_base(settings, kept.get(f"{files}'s base"), log)
             pins["model"][which] = commit
     sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]

@@ -10,10 +10,10 @@ import torch
 from pydantic import NonNegativeInt
 from torch import nn
 
-from engine.core.config import Config, ConfigError, TrainingSettings
+from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.signals import Left
-from engine.core.types import Groups
+from engine.core.types import Groups, Metrics
 from engine.model.policy import CPU_TOKENS, Policy
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
@@ -47,7 +47,7 @@ class State:
     has_trained: bool = False  # whether a step has moved the weights
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def keep_scores(self, metrics: dict[str, float], score: float) -> None:
+    def remember_scores(self, metrics: Metrics, score: float) -> None:
         """Keep what the summary and the model card say of the model now and before training."""
         self.last_score = score
         self.evaluated_at = self.step
@@ -73,10 +73,11 @@ class Saved:
 
     state: State
     num_ranks: int
-    config: dict[str, Any]  # dotted values, and what else the run rests on
-    loss_scale: dict[str, Any] = field(default_factory=dict)
+    config: dict  # dotted values, and what else the run rests on
+    loss_scale: dict = field(default_factory=dict)
     lost_best: float | None = None  # the metric of a best model that could not be saved
     fit: Fit = field(default_factory=Fit)
+    num_alike: int = 0
 
 
 @dataclass
@@ -116,10 +117,12 @@ class Run:
         training = self.stream.questions if self.stream else []
         mine = of_questions(validation, training)
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
-            fix = "make it load the same list in each process: sorted(set(...)), not list(set(...))"
-            raise ConfigError([f"task.name = {task.name}: each rank has other questions; {fix}"])
+            raise ConfigError(
+                f"task.name = {task.name}: each rank has other questions; make it load the same "
+                "list in each process: sorted(set(...)), not list(set(...))"
+            )
         if len(validation) < world.size:
-            raise ConfigError([f"{len(validation)} validation questions for {world.size} ranks"])
+            raise ConfigError(f"{len(validation)} validation questions for {world.size} ranks")
         self.rests_on["the questions of task.train and task.eval"] = mine
         if self.task.Environment is not None:
             from engine.questions.environment import problems_of_environment
@@ -145,10 +148,9 @@ class Run:
                 self.task.take_logged()
 
     @property
-    def training(self) -> TrainingSettings:
-        """Those of the config, with the micro-batches that were found for null."""
-        tokens = self.config.training.micro_batch_tokens or self.fit.tokens
-        return self.config.training.model_copy(update={"micro_batch_tokens": tokens})
+    def micro_batch_tokens(self) -> int:
+        """The config's, or those that were found for null."""
+        return self.config.training.micro_batch_tokens or self.fit.tokens
 
     @property
     def is_over(self) -> bool:
@@ -173,8 +175,10 @@ class Run:
         """Raises FloatingPointError if too many steps in a row were skipped."""
         num = self.state.skipped_in_a_row
         if num >= self.config.training.max_skipped_steps:
-            fix = f"lower training.learning_rate; the best model is in {self.folder / 'best'}"
-            raise FloatingPointError(f"loss or gradient not finite in {num} steps in a row: {fix}")
+            raise FloatingPointError(
+                f"loss or gradient not finite in {num} steps in a row: lower "
+                f"training.learning_rate; the best model is in {self.folder / 'best'}"
+            )
 
     def end_step(self, update: Update, position: int) -> None:
         """Count a step.
@@ -190,11 +194,11 @@ class Run:
         state.skipped_steps += is_skipped
         if update.outcome is not Outcome.OVERFLOWED:
             state.skipped_in_a_row = state.skipped_in_a_row + 1 if is_skipped else 0
-        state.has_trained |= update.has_moved
-        if update.has_moved or not is_skipped:
+        state.has_trained |= update.moved_weights
+        if update.moved_weights or not is_skipped:
             state.changed_at = state.step
 
-    def watch_for_collapse(self, metrics: dict[str, float]) -> None:
+    def watch_for_collapse(self, metrics: Metrics) -> None:
         """Keep the signs of a collapse in a step's metrics and those before; warn of new ones."""
         state = self.state
         num_questions = self.config.questions_per_step(self.world.size)

@@ -40,8 +40,8 @@ def value_of(tokens: list[str]) -> Fraction:
     Dijkstra's shunting-yard algorithm needs no recursion, so parentheses may be nested to any
     depth. Raises ValueError for a malformed expression, ZeroDivisionError for a division by zero.
     """
-    values: list[Fraction] = []
-    pending: list[str] = []  # the operators and "(" whose right-hand side is not complete
+    values = []
+    pending = []  # the operators and "(" whose right-hand side is not complete
     expects_value = True
     for token in ["(", *tokens, ")"]:
         if expects_value and token[-1] in "0123456789":

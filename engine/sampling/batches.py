@@ -41,7 +41,7 @@ def decode_in_batches(
     """
     token_ids = prompts.token_ids
     conversations = prompts.conversations
-    groups: list[list[Completion]] = [[] for _ in token_ids]
+    groups = [[] for _ in token_ids]
     by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
     most = len(token_ids)
     trim_heap()  # of what the last update has left

@@ -25,8 +25,10 @@ class Calculator:
         vocabulary = tokenizer.get_vocab()
         for token in re.findall(r"<\|\w+\|>", "".join(STYLES[style])):
             if token not in vocabulary:
-                problem = f"this tokenizer has no token {token}; write gsm8k, or null for none"
-                raise ValueError(f"sampling.calculator = {style}: {problem}")
+                raise ValueError(
+                    f"sampling.calculator = {style}: this tokenizer has no token {token}; write "
+                    "gsm8k, or null for none"
+                )
         ids = sorted(vocabulary.values())
         self.asking_ids = [i for i in ids if tokenizer.decode(i).endswith(self.closing)]
 

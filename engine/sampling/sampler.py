@@ -4,6 +4,7 @@ import copy
 import functools
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,13 @@ from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import DecodeBatch, decode_grouped
 
 
+@dataclass
 class LoopSampler:
     """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy."""
 
-    def __init__(
-        self, model: nn.Module, trained: nn.Module, loop: DecodeLoop | None = None
-    ) -> None:
-        self.model = model
-        self.trained = trained
-        self.loop = loop  # faster than the one that `decode` is given, if it fits the model
+    model: nn.Module
+    trained: nn.Module
+    loop: DecodeLoop | None = None  # faster than the one that `decode` is given, if it fits
 
     def decode(
         self,

@@ -66,8 +66,10 @@ class VllmEngine:
                 distributed_executor_backend="external_launcher" if world.size > 1 else None,
             )
         except Exception as error:  # whatever vLLM raises for a model that it does not know
-            problem = f"vLLM cannot sample {settings.name}: {' '.join(str(error).split())}"
-            raise ValueError(f"{KEY}: {problem}; write grouped") from error
+            raise ValueError(
+                f"{KEY}: vLLM cannot sample {settings.name}: {' '.join(str(error).split())}; write "
+                "grouped"
+            ) from error
         self.refresh()
 
     def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
@@ -199,8 +201,9 @@ def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
     with autocast(model.device, engine.dtype):
         mismatch = mismatch_of(model, token_ids[:1], tokens, log_probs)
     if not mismatch <= (1e-3 if engine.dtype == torch.float32 else 2**-6):
-        problem = "it computes another model than ours: write grouped"
-        raise ValueError(f"sampling.backend = vllm: {problem}")
+        raise ValueError(
+            "sampling.backend = vllm: it computes another model than ours: write grouped"
+        )
 
 
 def import_vllm(device: torch.device) -> ModuleType:
@@ -214,8 +217,10 @@ def import_vllm(device: torch.device) -> ModuleType:
     if not (0, 30) <= tuple(map(int, vllm.__version__.split(".")[:2])) < (0, 33):
         raise ValueError(f"{KEY}: vLLM {vllm.__version__} was not tried: pip install '.[vllm]'")
     if (found := current_platform.device_type) != device.type:
-        problem = f"vLLM has {found or 'no device'}, a rank here {device.type}"
-        raise ValueError(f"{KEY}: {problem}: start one rank for each GPU, or write grouped")
+        raise ValueError(
+            f"{KEY}: vLLM has {found or 'no device'}, a rank here {device.type}: start one rank "
+            "for each GPU, or write grouped"
+        )
     core.cleanup_dist_env_and_memory = lambda: None  # at exit: World.leave ends the process group
     return vllm
 

@@ -12,6 +12,7 @@ hidden states: in bf16 its log-probabilities are 0.015 nats off, these 0.001.
 Shapes: M tokens, H hidden size, V vocabulary, v the size of one block of it.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from engine.core.context import context_of
 from engine.core.tensors import autocast
 
 # Bytes of a block's fp32 logits: a CPU's cache holds them; a GPU needs large matrices to be fast.
@@ -42,7 +44,9 @@ class ChunkedScorer(nn.Module):
         mask = mask[:, 1:]  # nothing predicts the first column
         token_ids = input_ids[:, 1:]
         multiple = BF16_MULTIPLE if mask.is_cpu and self.compute_dtype == torch.bfloat16 else 1
-        input_ids = F.pad(input_ids, (0, -input_ids.shape[1] % multiple))
+        length = input_ids.shape[1]
+        room = (context_of(self.model, is_steady=True) or math.inf) - length
+        input_ids = F.pad(input_ids, (0, min(-length % multiple, room)))
         with autocast(input_ids.device, self.compute_dtype, cache_casts=False):
             output = self.model.base_model(input_ids=input_ids, use_cache=False)
         hidden = output.last_hidden_state[:, : mask.shape[1]][mask].to(self.compute_dtype)  # (M, H)

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from engine.core.config import TrainingSettings
 from engine.core.packages import import_package
-from engine.core.types import MicroBatch
+from engine.core.types import Metrics, MicroBatch
 
 # Bytes per weight: of the weight itself, and of what an optimizer keeps
 FP32 = 4
@@ -122,5 +122,5 @@ class Update:
 
     outcome: Outcome
     micro_batches: list[MicroBatch] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
-    has_moved: bool = False  # the weights; a later one of num_iterations may still be broken
+    metrics: Metrics = field(default_factory=dict)
+    moved_weights: bool = False  # the weights; a later one of num_iterations may still be broken

@@ -147,6 +147,7 @@ def check_shared_disk(folder: Path, world: World) -> None:
     holder = world.on_main(lock.read_text)  # a process and its machine
     num_blind = int(world.sum([not lock.is_file() or lock.read_text() != holder]))
     if num_blind > 0:
-        some = f"{num_blind} of {world.size} ranks do not see {folder} as rank 0 does"
-        fix = "each rank saves its part there: set run.dir to a disk that all nodes share"
-        raise ValueError(f"model.shard = true: {some}, and {fix}")
+        raise ValueError(
+            f"model.shard = true: {num_blind} of {world.size} ranks do not see {folder} as rank 0 "
+            "does, and each rank saves its part there: set run.dir to a disk that all nodes share"
+        )

@@ -38,8 +38,10 @@ def own_advantages(name: str, rewards: Tensor, groups: list[list[Trajectory]]) -
     advantages = call("training.advantage", name, rewards, like=rewards, **kwargs).double()
     for group, given in zip(rewards.tolist(), advantages, strict=True):
         if not given.isfinite().all():
-            gave = f"it gave {given.tolist()!s:.80} for rewards of {group!s:.80}"
-            raise RewardError(f"training.advantage = {name}: {gave}")
+            raise RewardError(
+                f"training.advantage = {name}: it gave {given.tolist()!s:.80} for rewards of "
+                f"{group!s:.80}"
+            )
     return advantages
 
 
@@ -78,8 +80,10 @@ def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tenso
     dtype = getattr(result, "dtype", None)
     if shape != like.shape or not isinstance(result, Tensor) or not dtype.is_floating_point:
         given = result if shape is None else f"{tuple(shape)} of {dtype}"
-        wanted = f"must return a tensor of floats, {tuple(like.shape)}, not {given!s:.80}"
-        raise RewardError(f"{line_of(file, function=function)}: {written} {wanted}")
+        raise RewardError(
+            f"{line_of(file, function=function)}: {written} must return a tensor of floats, "
+            f"{tuple(like.shape)}, not {given!s:.80}"
+        )
     return result
 
 
@@ -120,5 +124,7 @@ def try_algorithm(config: Config, world: World) -> None:
             loss.sum().backward()
         gradient = log_probs.grad
         if gradient is None or not (loss.isfinite() & gradient.isfinite()).all():
-            problem = "its loss or gradient is not finite, or there is no gradient"
-            raise RewardError(f"training.policy_loss = {training.policy_loss}: {problem}")
+            raise RewardError(
+                f"training.policy_loss = {training.policy_loss}: its loss or gradient is not "
+                "finite, or there is no gradient"
+            )

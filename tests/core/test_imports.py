@@ -84,7 +84,7 @@ import main
 found, before = {}, set()
 for name, arguments in json.loads(sys.argv[1]).items():
     run = main.build_run(main.load_config(arguments))
-    main.begin(run)
+    main.open_or_resume(run)
     assert main.run_training(run) in (0, 1)  # 1 where no step had anything to learn
     loaded = set(json.loads(sys.argv[2])) & sys.modules.keys()
     found[name] = sorted(loaded - before)

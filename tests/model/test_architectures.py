@@ -8,7 +8,18 @@ import harness
 import pytest
 import torch
 from graphs import Graph
-from harness import ROOT, loop_of, make_policy, sample, save_random, seed, tokens_of
+from harness import (
+    ROOT,
+    alone,
+    load_trained,
+    loop_of,
+    make_config,
+    make_policy,
+    sample,
+    save_random,
+    seed,
+    tokens_of,
+)
 from one_pass import ATOL, assert_plain, plain_logits
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -139,6 +150,36 @@ def test_the_readme_says_what_a_family_can_do(family, policy, graphs):
     said = [cell.strip().startswith("yes") for cell in row.split("|")[2:-1]]
     assert said == can
     assert Graph.num_captures == can[1]  # one capture, or a refusal before any
+
+
+ROTARY = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONGROPE = {"rope_parameters": ROTARY | {"rope_theta": 10_000.0}}
+LONGROPE |= {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("mode", "context", "means"),
+    [
+        ("train", 64, "that is its context in training"),
+        ("evaluate", 256, "beyond it a text depends on the rows beside it"),
+    ],
+)
+def test_where_positions_follow_from_the_longest_row_a_training_has_no_longer_ones(
+    tokenizer, tmp_path, mode, context, means
+):
+    """Bug: a row beyond turned those beside it: their log-probabilities were 0.24 nats off."""
+    folder = save_random("phi3", tokenizer, tmp_path, **SIZES | LONGROPE)
+    config, lines = make_config(f"model.name={folder}", f"mode={mode}"), []
+    policy = load_trained(config, alone(), lines.append)
+    assert policy.context_length == context and sum(means in line for line in lines) == 1
+    if mode == "train":  # as far as the prompts reach there
+        fitting = [[*range(5, 59)], *PROMPTS]
+        seeds = [(seed(), i) for i in range(5)]
+        groups = sample(policy, fitting, seeds, num_samples=1, max_new_tokens=NUM_TOKENS)
+        completions = [completion for (completion,) in groups]
+        scored, mask = score(policy, fitting, [c.token_ids for c in completions])
+        drawn = torch.cat([torch.tensor(c.log_probs) for c in completions])
+        torch.testing.assert_close(scored[mask], drawn, rtol=0, atol=ATOL)
 
 
 def test_of_a_model_that_sees_the_text_part_is_trained_once_it_is_saved(tokenizer, tmp_path):

@@ -112,14 +112,14 @@ FREE = {  # what is set; bytes that are free, the rows that fit, and whether the
 def test_a_gpu_gets_micro_batches_that_fit(tmp_path, rotary_model_folder, card, monkeypatch, given):
     """And a resumed run has its own again, on such a card, whatever is free there."""
     run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *given.split())))
-    assert run.training.micro_batch_tokens == 2_048  # on a CPU
+    assert run.micro_batch_tokens == 2_048  # on a CPU
     row, weights = fit.longest_row(run), [p.detach().clone() for p in run.trained_weights]
     monkeypatch.setattr(fit, "FEW_TOKENS", 8 * row)
     monkeypatch.setattr(fit, "MOST_TOKENS", 100 * row)
     for free, num_rows, recomputes in FREE[given]:
         card.free, card.name, card.recomputes, card.head, run.fit = free, "H100", False, 0, Fit()
         fit.fit_micro_batches(run)
-        assert run.training.micro_batch_tokens == num_rows * row
+        assert run.micro_batch_tokens == num_rows * row
         assert run.fit.recomputes == card.recomputes == recomputes
         card.free, card.recomputes, before = 3.6 * GB, False, run.fit
         fit.fit_micro_batches(run)

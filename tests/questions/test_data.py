@@ -83,7 +83,7 @@ def test_each_task_asks_the_hub_for_its_part(monkeypatch):
     """GSM8K's own splits are kept; a source of MATH or Countdown that serves both is divided."""
     requests = []
 
-    def load_dataset(source: str, config: str | None, *, split: str) -> datasets.Dataset:
+    def load_dataset(source: str, config: str | None, *, split: str, **how) -> datasets.Dataset:
         requests.append((source, config, split))
         return datasets.Dataset.from_list(rows)
 

@@ -62,8 +62,10 @@ def test_an_evaluation_prints_and_writes_its_figures_and_leaves_its_run_alone(ru
     config = load_config(["--config", str(run.evaluation / "config.yaml")])
     assert config.mode == "evaluate" and config.model.name == str(run.folder / "checkpoints/last")
     rate, low, high = (figures[f"eval/majority{end}"] for end in ("", "_low", "_high"))
-    interval = f"(95% interval {low:.3f} to {high:.3f})"
-    assert f"\n  majority            {rate:.3f}  {interval}\n" in output
+    shown = f"{rate:.3f}  ({9 * rate:.0f} of 9)  (95% interval {low:.3f} to {high:.3f})"
+    assert f"\n  majority            {shown}\n" in output
+    shown = f"{figures['eval/pass@1']:.3f}  ({36 * figures['eval/pass@1']:.0f} of 36)  (95%"
+    assert f"\n  pass@1              {shown}" in output
     assert output.endswith(f"written to {run.evaluation}\n")
 
 

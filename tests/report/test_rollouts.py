@@ -104,6 +104,10 @@ def test_steps_that_are_not_due_and_other_ranks_write_nothing(run):
         run.config, run.world.rank = make_config(f"logging.rollouts_every={every}"), rank
         log(run, [group], [{}], step=9)
     assert len(kept(run)) == 9
+    (run.folder / "rollouts.jsonl").unlink()  # bug: the next step ended the run
+    run.config, run.world.rank = make_config("logging.rollouts_every=3"), 0
+    log(run, [group], [{}], step=9)
+    assert len(kept(run)) == 1
 
 
 def test_the_file_never_grows_beyond_its_limit_and_reaches_into_the_late_steps(run, monkeypatch):

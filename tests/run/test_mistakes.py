@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from harness import CPU, ROOT, change_json, make_task, run_main, train_tokenizer
 
-import main
 from engine.core.config import ConfigError, check_world, dotted_values
 from engine.core.packages import import_package
+from engine.model import policy
 from engine.model.load import load_model_and_tokenizer
 from engine.run.config_file import load_config
 
@@ -46,7 +46,7 @@ def tiny() -> tuple:
 @pytest.fixture
 def start(lines_of, tiny, monkeypatch) -> Callable[..., None]:
     """`start(*given, says=said)` starts main.py with the tiny model and looks at its only line."""
-    monkeypatch.setattr(main, "load_model_and_tokenizer", lambda *_: tiny)  # loaded once for all
+    monkeypatch.setattr(policy, "load_model_and_tokenizer", lambda *_: tiny)  # loaded once for all
 
     def started(*given: str, says: str) -> None:
         (line,) = lines_of(*given)
@@ -121,6 +121,7 @@ ON_THE_COMMAND_LINE = {
     # where GSM8K's answer is read, and what the prompt asks for
     "task.name=gsm8k task.answer_mark=boxed": "task.answer_mark = boxed: ... ask for \\boxed{}",
     "task.name=gsm8k task.prompt=A\\boxed{}": "task.answer_mark = hashes: ... must ask for ####",
+    "task.name=gsm8k task.prompt=Q:{question}": "task.answer_mark = hashes: ... must ask for ####",
     "task.name=gsm8k task.answer_mark=boxed task.grading=official task.prompt=A\\boxed": "task."
     "answer_mark = boxed: ... task.prompt_style=plain and task.grading=exact",
     # sources of questions; no test asks the hub

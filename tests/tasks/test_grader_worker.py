@@ -181,6 +181,14 @@ def test_a_second_lost_is_forgiven_after_ten(make_fake):
         assert 0.4 * FORGIVEN_AFTER < added_s <= (time.monotonic() - start) * FORGIVEN_AFTER
 
 
+def test_a_python_without_math_verify_is_told_so(make_fake, monkeypatch):
+    """Each answer counted as a time-out, and nothing said why."""
+    monkeypatch.setattr(grader, "WORKER", make_fake(FAKES["an end"]))
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install math-verify"):
+        grade(r"\boxed{\sqrt{8}}", r"2\sqrt{2}", timeout_s=60.0)
+
+
 def test_threads_and_a_forks_child_ask_one_after_the_other(make_fake, monkeypatch):
     """Bug: of 8 right answers from 8 threads none was paid, and 7 processes stayed behind."""
     worker, starts = make_fake(HONEST.replace("gold == prediction", "not time.sleep(0.1)")), []

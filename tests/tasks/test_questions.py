@@ -12,7 +12,7 @@ from functools import partial
 from itertools import permutations
 
 import pytest
-from harness import ROOT, load_rows, seed
+from harness import ROOT, load_rows, make_config, seed
 from test_verdicts import reward
 
 import countdown
@@ -31,6 +31,7 @@ def test_a_prompt_poses_the_question_and_what_it_shows_is_paid():
 
     row, question = gsm8k.parse_question("2 * 9? #### 18"), {"role": "user", "content": "2 * 9?"}
     assert gsm8k.generate_prompt(row, options=gsm8k.Options()) == [question]
+    make_config("task.name=gsm8k", "task.prompt={question}", "task.system_prompt=End with ####.")
     system, user = gsm8k.generate_prompt(row, options=gsm8k.Options(prompt_style="tags"))
     layout = system["content"].partition(":\n")[2]
     completion = layout.replace("the answer, a whole number and nothing else", "18")

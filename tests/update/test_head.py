@@ -6,6 +6,7 @@ import torch
 from harness import SIZES, load_trained, make_config, make_policy, peak_bytes, save_random, seed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM
 
 from engine.update import head
 from engine.update.head import ChunkedScorer, head_log_probs
@@ -85,6 +86,28 @@ def test_in_bf16_many_lengths_have_few_shapes(rotary_model_folder, monkeypatch):
         assert seen == 2 * [length, num_tokens, num_tokens] + few
         assert (results[1] - results[2]).norm() < 2**-6 * results[1].norm()
         seen.clear()
+
+
+ROTARY = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONGROPE = {"rope_parameters": ROTARY | {"rope_theta": 10_000.0}}
+LONGROPE |= {"original_max_position_embeddings": 50}
+ENDING = {  # models whose positions end, or turn otherwise, behind the fiftieth
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 50},
+    "phi3": SIZES | LONGROPE | {"max_position_embeddings": 100},
+}
+
+
+@pytest.mark.parametrize("kind", ENDING)
+def test_rounding_ends_at_the_context_of_the_model(kind, tokenizer, tmp_path, monkeypatch):
+    """Bugs: an IndexError for learned positions; others turned all of a micro-batch otherwise."""
+    save_random(kind, tokenizer, tmp_path, **ENDING[kind] | {"initializer_range": 0.2})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for length in (40, 50):
+        ids, results = torch.randint(3, 30, (3, length)), []
+        for multiple in (1, head.BF16_MULTIPLE):
+            monkeypatch.setattr(head, "BF16_MULTIPLE", multiple)
+            results.append(ChunkedScorer(model, torch.bfloat16)(ids, ids > 0, temperature=1.0))
+        assert (results[0] - results[1]).norm() < 2**-6 * results[0].norm()
 
 
 def test_capped_logits_take_the_plain_path_and_that_is_logged(tokenizer, tmp_path, monkeypatch):

@@ -93,9 +93,10 @@ def test_apples_gpu_is_asked_for_no_float64(monkeypatch):
     scaled = SimpleNamespace(backward=lambda: None)  # torch has no such pass without the GPU
     scaler = SimpleNamespace(scale=lambda loss: scaled)
     policy = SimpleNamespace(is_in_ddp=False, grad_scaler=scaler)
-    logger = SimpleNamespace(track=lambda batches, *names: batches)
+    logger = SimpleNamespace(with_bar=lambda batches, *names: batches)
     world = SimpleNamespace(size=1, sum=None)
-    run = SimpleNamespace(policy=policy, logger=logger, world=world, training=None)
+    run = SimpleNamespace(policy=policy, logger=logger, world=world)
+    run.config = SimpleNamespace(training=None)
     with FakeTensorMode(), NoFloat64():
         values, sums = torch.ones(2, 3, device="mps"), {}
         add_to_mean(sums, "entropy", values, values > 0)

@@ -74,7 +74,7 @@ def loss_and_gradient(
         sampled, zeros = np.float32(inputs.OLD_LOG_PROBS[i][:length]), np.zeros(length, np.float32)
         completion = Completion([1] * length, sampled, zeros, i == 3, is_inserted=zeros > 0)
         rows.append(Trajectory([i], completion, "", {}, 0.0, advantage=inputs.ROW_ADVANTAGES[i]))
-    (batch,) = make_micro_batches([rows], training, alone())
+    (batch,) = make_micro_batches([rows], training, alone(), training.micro_batch_tokens)
     order = batch.input_ids[:, 0]  # the prompt of each row, one token, is its number
     log_probs = torch.tensor(inputs.LOG_PROBS, requires_grad=True)
     old, ref = torch.tensor([inputs.OLD_LOG_PROBS, inputs.REF_LOG_PROBS])

@@ -110,7 +110,7 @@ def compute(world: World, folders: dict, options: str, way: str, *more: str) -> 
     """The policy that an update has moved by these options, what it recorded, and its metrics."""
     _, name, limit, max_bytes, *others = WAYS[way]
     overrides = [*overrides_of(OPTIONS[options], folders), f"training.micro_batch_tokens={limit}"]
-    config = config_of(*overrides)
+    config = config_of(*overrides, *others)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
         patch.setattr(head, "CPU_BLOCK_BYTES", 2**13)

@@ -100,7 +100,7 @@ def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
         update(policy, optimizer, make_groups(config, EASY, HARD), config)
         weights.append(weights_of(policy))
         result = update(policy, optimizer, make_groups(config, EQUAL), config)
-        assert result.outcome is Outcome.NOTHING_TO_TRAIN_ON and not result.has_moved
+        assert result.outcome is Outcome.NOTHING_TO_TRAIN_ON and not result.moved_weights
         weights.append(weights_of(policy))
     assert all(np.array_equal(weights[0], others) for others in weights)
 
