@@ -76,8 +76,9 @@ class Logger:
             for file in folder.glob("*_run_id"):
                 file.unlink()
         last = (-1, False) if resume_step is None else (resume_step, is_evaluated)
-        for file in [*(folder / name for name in LOGS), *folder.glob("completions.jsonl")]:
-            cut_lines(file, lambda row: moment_of(row) <= last)
+        for file in (folder / name for name in (*LOGS, "completions.jsonl")):
+            if file.name in LOGS or os.path.lexists(file):
+                cut_lines(file, lambda row: moment_of(row) <= last)
         for board in self.boards:
             board.open(folder, about, self)
             for row in read_lines(folder / "metrics.jsonl"):  # it takes those that it has missed

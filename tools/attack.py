@@ -56,7 +56,8 @@ def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[s
             raise SystemExit(f"{name}: its Environment pays; {fix}")
         if not task.EXAMPLE_ROW:
             raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
-        row = task.parse_row(task.EXAMPLE_ROW, options=task.options)
+        row = task.EXAMPLE_ROW
+    row = task.parse_row(row, options=task.options)  # ValueError for a row without a prompt
     pay = functools.partial(reward_parts, task, examples=[row])
 
     def grade(text: str) -> float:

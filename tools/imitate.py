@@ -16,12 +16,15 @@ import os
 import shlex
 import shutil
 import signal
+import statistics
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config, ConfigError, LoggingSettings
 from engine.core.distributed import order_ddp_buckets
@@ -29,7 +32,9 @@ from engine.core.files import json_line, write_atomically
 from engine.core.measures import Clock
 from engine.core.packages import import_package
 from engine.core.tensors import seeded
-from engine.core.types import Completion, SeedWord, Trajectory
+from engine.core.types import Completion, SeedWord, Trajectory, no_log
+from engine.core.user_file import RewardError
+from engine.model.load import load_base_tokenizer, one_line_errors
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, are_others, fit_to_config, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts
@@ -64,6 +69,7 @@ def main() -> None:
     with mistakes_cost_one_line():
         config = imitating(options)
         rows = read_answers(load_task(config.task), config, options.answers)
+        check_lengths(rows, config, options.answers)  # before a large model is loaded
         try:
             run = build_run(config)
             fit_to_config(run.task, config, run.logger.info, options.answers)
@@ -87,9 +93,9 @@ def main() -> None:
             write_imitation(run, measured, options.answers)
             given = [f"--config={options.config}"] * bool(options.config) + options.overrides
             given += [f"model.name={run.folder}"]
-            given += [f"training.learning_rate={config.training.learning_rate:g}"]
-            again = f"{command('main.py')} {shlex.join(given)}"
-            run.logger.info(f"written: {run.folder}; train it: {again}")
+            again = f"{command('main.py')} {shlex.join(given)} training.learning_rate=..."
+            rate = f"a tenth of {config.training.learning_rate:g}, or less"
+            run.logger.info(f"written: {run.folder}; train it: {again} ({rate})")
         elif run.world.is_main:  # an adapter's base, again
             shutil.rmtree(run_folder(config), ignore_errors=True)
     run.policy.scorer = None  # frees DDP, which must not outlive the process group
@@ -167,6 +173,25 @@ def parse_answer(task: Task, row: dict, *, options: object) -> dict:
     return {"question": task.parse_row(row, options=options), "completion": completion}
 
 
+def check_lengths(rows: list[dict], config: Config, source: str) -> None:
+    """Raise ValueError, with their number, if completions have more tokens than the limit."""
+    with one_line_errors(config.model.name):
+        _, tokenizer = load_base_tokenizer(config, no_log)
+    lengths = [len(ids_of(row["completion"], tokenizer)) for row in rows]
+    limit = config.training.max_new_gen_tokens
+    if long := [number for number, length in enumerate(lengths, start=1) if length > limit]:
+        some = f"{len(long):,} of {len(rows):,} completions have more than {limit} tokens"
+        fix = f"write training.max_new_gen_tokens={max(lengths)}, or cut them"
+        raise ValueError(f"{source}, row {long[0]}: {some}, the first here: {fix}")
+
+
+def ids_of(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """A completion as the model would have written it, with its end."""
+    end = end_of_turn(tokenizer)
+    ids = tokenizer.encode(whole_characters(text), add_special_tokens=False)
+    return [*ids, tokenizer.eos_token_id if end is None else end]
+
+
 def choose_answers(
     run: Run, rows: list[dict], source: str, *, only_solved: bool
 ) -> list[Trajectory]:
@@ -178,10 +203,14 @@ def choose_answers(
         make_answer(run, row, f"{source}, row {number}")
         for number, row in itertools.compress(enumerate(rows, start=1), is_other)
     ]
+    graded = zip(answers, itertools.compress(asked, is_other), strict=True)
+    problems = [*filter(None, [grade(run, answer, question) for answer, question in graded])]
     if num_held_out := len(rows) - len(answers):
         log(f"{source}: {num_held_out:,} answers to validation questions are left out")
     solved = [answer for answer in answers if answer.is_solved]
-    num_wrong = len(answers) - len(solved)
+    if problems:
+        log(f"{source}: {len(problems):,} answers are imitated ungraded: {problems[0]}")
+    num_wrong = len(answers) - len(solved) - len(problems)
     fate = ": left out" if only_solved and num_wrong else ""
     log(f"{source}: of {len(answers):,} answers {num_wrong:,} do not solve their question{fate}")
     if not (chosen := solved if only_solved else answers):
@@ -193,10 +222,9 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     """A row as if it had been sampled; ValueError, with its place, if it cannot have been."""
     policy = run.policy
     question, text = row["question"], row["completion"]
-    tokenizer, end = policy.tokenizer, end_of_turn(policy.tokenizer)
+    tokenizer = policy.tokenizer
     (prompt,) = encode_prompts([question], task=run.task, tokenizer=tokenizer)
-    ids = tokenizer.encode(whole_characters(text), add_special_tokens=False)
-    ids.append(tokenizer.eos_token_id if end is None else end)
+    ids = ids_of(text, tokenizer)
     zeros = np.zeros(len(ids), np.float32)
     completion = Completion(ids, zeros, zeros, False, zeros.astype(bool))
     room = min((policy.context_length or 10**9) - len(prompt), policy.params.max_new_tokens)
@@ -206,8 +234,18 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
         problem = "the tokenizer cannot give its completion back, or it holds an end token"
         raise ValueError(f"{place}: {problem}: {text!r:.60}")
-    ((parts,),) = reward_parts(run.task, [[text]], [question], [[completion]])
-    return Trajectory(prompt, completion, text, parts, reward=0.0, advantage=1.0)
+    return Trajectory(prompt, completion, text, {}, reward=0.0, advantage=1.0)
+
+
+def grade(run: Run, answer: Trajectory, question: dict) -> str | None:
+    """Set the parts of its reward; what the task says where it cannot pay: for a missing column."""
+    completions = [[answer.completion]]
+    try:
+        parts = reward_parts(run.task, [[answer.text]], [question], completions)
+    except RewardError as error:
+        return str(error)
+    ((answer.reward_parts,),) = parts
+    return None
 
 
 def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
@@ -220,6 +258,7 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
     questions_per_step = run.config.questions_per_step(world.size)
     per_rank = questions_per_step // world.size
     measured: list[dict[str, float]] = []
+    clock, seconds = Clock(), []
     with run.left_at_signal():
         measured.append(measure_and_log(run))
     while not run.is_over and not world.stop_signal:
@@ -227,7 +266,7 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
         drawn, state.position = stream.take(state.position, questions_per_step)
         groups = [[answer] for _, answer in drawn[world.rank * per_rank :][:per_rank]]
         seed = (SeedWord.IMITATION, training.seed, step, world.rank)  # of LoRA dropout
-        with seeded([seed], world.device):
+        with clock("step"), seeded([seed], world.device):
             update = update_policy(run, groups)
             while update.outcome is Outcome.OVERFLOWED:  # float16's loss scale is halved now
                 update = update_policy(run, groups)
@@ -236,7 +275,10 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
             raise FloatingPointError(f"imitation, step {step}: {problem}")
         loss, rate = update.metrics["train/loss"], learning_rate_at(step, training)
         measured.append({"step": step, "train/loss": loss, "train/lr": rate})
-        run.logger.info(f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}")
+        seconds.append(clock.read()["time/step_s"])
+        left = timedelta(seconds=round(statistics.mean(seconds) * (training.num_steps - step)))
+        losses = f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}"
+        run.logger.info(f"{losses}  seconds {seconds[-1]:.1f}  left {left}")
         state.step = step
         world.ask_whether_to_stop()
     if not world.stop_signal:

@@ -22,6 +22,7 @@ from engine.core.files import read_lines
 from engine.core.types import SamplingParams, SeedWord
 from engine.questions.prompts import encode_prompts
 from engine.questions.tasks import load_task, schema
+from engine.run.config_file import read_file, task_name
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.sampling.draw import draw_uniforms
 from tools.page import to_json
@@ -74,6 +75,9 @@ def main() -> None:
     with mistakes_cost_one_line():
         rows = read_lines(options.folder / "metrics.jsonl")
         scores = {r["step"]: r["eval/pass@1"] for r in rows if "eval/pass@1" in r}
+        settings = options.folder / "config.yaml"
+        if settings.is_file() and (name := task_name(read_file(settings))) != "countdown":
+            raise ValueError(f"{options.folder}: its task is {name}, and the page plays countdown")
         if 0 not in scores:
             raise ValueError(f"{options.folder}: no run whose pass@1 was measured at its start")
         best = options.folder / "best"

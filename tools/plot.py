@@ -19,6 +19,7 @@ import functools
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -225,6 +226,7 @@ def main() -> None:
     with mistakes_cost_one_line():
         if options.smooth < 1:
             raise ValueError(f"--smooth {options.smooth}: it must be at least 1: no smoothing")
+        os.environ.pop("MPLBACKEND", None)  # a notebook's, which no other process has
         import_package("matplotlib", key="tools.plot")  # says how to install it
         from matplotlib import style
 

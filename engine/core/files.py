@@ -42,7 +42,9 @@ def whole_lines(
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a file of our own; OSError where a link stands, which may lead to somebody's file."""
+    """Open a file of our own; ValueError where a link stands: it may lead to somebody's file."""
+    if path.is_symlink():
+        raise ValueError(f"{path} is a link, which a run does not follow: remove it")
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
     return open(os.open(path, flags, 0o666), "a+", encoding="utf-8", newline="")
 

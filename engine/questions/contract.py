@@ -92,10 +92,21 @@ class Task(Contract):
             messages = [{"role": "system", "content": system}, *others]
         return messages
 
+    def key_of(self, example: dict) -> str:
+        """The question's key, by the task's own function if it has one."""
+        try:  # of all questions, so it must cost little
+            key = self.question_key(example)
+            if not isinstance(key, str):
+                raise TypeError(f"a key must be a text, not {key!r:.80}")
+        except (Exception, SystemExit):
+            with naming_mistakes(self.file, self.question_key, example):
+                raise
+        return key
+
     def asked(self, example: dict) -> str:
         """What the model is asked; of an Environment, which may say more, the question's key."""
         if self.Environment is not None:
-            return self.question_key(example)
+            return self.key_of(example)
         posed = self.pose(example)
         return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
 
@@ -109,6 +120,7 @@ class Task(Contract):
 
 def is_reward(value: object) -> bool:
     """Whether it is a number that can be added up; NaN is none."""
+    value = value.item() if getattr(value, "ndim", None) == 0 else value  # an array's only number
     return isinstance(value, NUMBER_TYPES) and abs(value) <= MAX_REWARD
 
 

@@ -36,6 +36,8 @@ from engine.questions.tasks import Hub, hash_of, is_in_split
 from engine.questions.templates import check_chat
 
 GOLD_KEYS = ("answer", "solution", "gold", "ground_truth")  # as data sets call the right answer
+# What functions of task.reward get by these names, whatever columns a row has
+GIVEN = {"prompts", "completions", "completion_ids", "max_completion_length", "rewards"}
 FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id (owner/name)"
 NONE_FITS = "no {} question fits: each holds a special token, or its prompt more than {:,} tokens, "
 NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
@@ -81,7 +83,7 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     num = config.validation.num_examples
     rows = load_examples(task, "validation", num_examples=num, seed=0, exclude=[], log=log)
     # Equal questions would narrow the interval.
-    rows = [*{task.question_key(row): row for row in rows}.values()]
+    rows = [*{task.key_of(row): row for row in rows}.values()]
     fit_to_config(task, config, log)
     try:
         check_functions(task, rows[0])
@@ -271,22 +273,20 @@ def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list
 
     Equal questions may stand in two files with other columns beside them, such as an id.
     """
-    keys = {task.question_key(row) for row in known}
+    keys = {task.key_of(row) for row in known}
     texts = {task.asked(row) for row in known}
     if not keys:  # nothing is held out, so nothing need be asked
         return [True] * len(questions)
-    return [
-        task.question_key(row) not in keys and task.asked(row) not in texts for row in questions
-    ]
+    return [task.key_of(row) not in keys and task.asked(row) not in texts for row in questions]
 
 
 def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:
     """The rows of a split, if both splits have the same rows."""
     if not task.functions:  # they hold out as many as are asked for, not 1 question in 8
-        return [row for row in rows if is_in_split(task.question_key(row), split)]
+        return [row for row in rows if is_in_split(task.key_of(row), split)]
     if split == "train":
         return rows  # those of validation were excluded
-    rows = sorted(rows, key=lambda row: hash_of(task.question_key(row)))
+    rows = sorted(rows, key=lambda row: hash_of(task.key_of(row)))
     return rows[: min(num_examples, (len(rows) + 1) // 2)]  # half is left to train on
 
 
@@ -363,6 +363,10 @@ def parse_table(
         rows.append(row)
     if not task.EXAMPLE_ROW:  # a reward function gets every column, so say which rows lack one
         counts = collections.Counter(name for row in rows for name in row)
+        for name in sorted(counts.keys() & GIVEN if task.functions else ()):
+            log(
+                f"warning: {source}: functions of task.reward get the run's {name}, not this column"
+            )
         if lacking := {name: len(rows) - n for name, n in counts.items() if n < len(rows)}:
             some = ", ".join(f"no {name} in {num}" for name, num in lacking.items())
             log(f"warning: {source}: {some} of its {len(rows)} rows; the others have it")

@@ -189,7 +189,8 @@ class RewardTask(Task):
     def checked(self, paid: Any, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function paid; RewardError if that is no list of numbers, one a completion."""
         num = len(columns["completions"])
-        is_list = isinstance(paid, list | tuple | np.ndarray) and len(paid) == num
+        paid = paid.tolist() if isinstance(paid, np.ndarray) else paid
+        is_list = isinstance(paid, list | tuple) and len(paid) == num
         if not is_list or not all(value is None or is_reward(value) for value in paid):
             raise self.error(
                 name,

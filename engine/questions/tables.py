@@ -58,7 +58,8 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
             rows.append(CsvRow((name, cell or "") for name, cell in row.items()))
             start = reader.line_num + 1
     except (csv.Error, ValueError) as error:
-        fix = ': write a quote within quotes twice, as ""' * isinstance(error, csv.Error)
+        fix = ': write a quote within quotes twice, as "", and longer texts into a .jsonl file'
+        fix *= isinstance(error, csv.Error)
         raise ValueError(f"line {start}: {error}{fix}") from None
     return rows
 

@@ -1,16 +1,17 @@
 """The module of a task, which a config needs before torch: this imports no heavy library."""
 
+import contextlib
 import functools
 import hashlib
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError, create_model
 
 from engine import ROOT
 from engine.core.config import Config, ConfigError, TaskSettings, Text, Weight, as_reward
@@ -22,6 +23,33 @@ from engine.questions.rewards import default_weights
 # How task.reward names functions: my_rewards:f, my_rewards:[f, g] or [my_rewards:f, lengths:g].
 OF_ONE_FILE = r"[\w.]+:(?:\w+|\[\s*\w+(?:\s*,\s*\w+)*\s*\])"
 REWARD_FORM = re.compile(rf"{OF_ONE_FILE}|\[\s*{OF_ONE_FILE}(?:\s*,\s*{OF_ONE_FILE})*\s*\]")
+
+
+@dataclass(frozen=True)
+class Hub:
+    """Which part of a hub dataset is loaded. A task that needs another part sets its HUB."""
+
+    usual_id: str | None = None  # the dataset that error messages suggest
+    config: str | None = None  # the configuration of usual_id to load
+    validation_split: str = "train"  # the split that holds the validation questions
+    divides_train: bool = True  # between both; else train and validation_split stay as they are
+
+
+FUNCTION = "a function that is not async"
+NEEDED = ("generate_prompt", "parse_row", "question_key")
+OPTIONAL = ("reward_function", "extract_answer", "parse_question", "is_lenient_solved")
+LOADERS = ("generate_questions", "load_examples")
+# The names that a module may define for a task: the type of each, and what a line calls it.
+KINDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(NEEDED, (Callable, FUNCTION)),
+    **dict.fromkeys(OPTIONAL + LOADERS, (Callable | None, FUNCTION)),
+    "Environment": (Callable | None, "a class"),
+    "Options": (type[BaseModel], "a pydantic BaseModel"),
+    "REWARD_PARTS": (tuple[str, ...], 'a tuple of names with "answer", such as ("answer",)'),
+    "EXAMPLE_ROW": (dict[str, Any], "a dict, a good row by its columns"),
+    "PACKAGES": (tuple[str, ...] | list[str], "a tuple of names of packages"),
+    "HUB": (Hub | None, "a Hub, as in tasks/gsm8k.py"),
+}
 
 
 def load_task(options: TaskSettings) -> Task:
@@ -75,8 +103,21 @@ def built_in_tasks() -> list[str]:
     return [path.stem for path in paths if pays.search(path.read_text("utf-8"))]
 
 
+def is_of(name: str, value: object) -> bool:
+    """Whether a module may define the name by this value."""
+    with contextlib.suppress(ValidationError):
+        TypeAdapter(KINDS[name][0]).validate_python(value, strict=True)
+        return not inspect.iscoroutinefunction(value)
+    return False
+
+
 def problems_of_task(task: Task) -> Iterator[str]:
     """A line for each thing that is missing or wrong in a task's module."""
+    wrong = [name for name in KINDS if name in vars(task) and not is_of(name, getattr(task, name))]
+    for name in wrong:
+        yield f"{name} must be {KINDS[name][1]}, not {getattr(task, name)!r:.80}"
+    if wrong:  # what comes below rests on them
+        return
     needed = {"generate_prompt": task.generate_prompt}
     needed["reward_function"] = task.reward_function or task.Environment
     for name in (name for name, function in needed.items() if function is None):
@@ -84,11 +125,10 @@ def problems_of_task(task: Task) -> Iterator[str]:
     for name, method in vars(task.Environment or object).items():
         if inspect.iscoroutinefunction(method):
             yield f"Environment.{name} must not be async"
-    if not isinstance(task.REWARD_PARTS, tuple) or "answer" not in task.REWARD_PARTS:
-        yield 'REWARD_PARTS must be a tuple of names with "answer" among them, such as ("answer",)'
-    if not issubclass(task.Options, BaseModel):
-        yield "Options must be a pydantic BaseModel"
-        return
+    if "answer" not in task.REWARD_PARTS:
+        yield f"REWARD_PARTS must be {KINDS['REWARD_PARTS'][1]}"
+    if "timeout" in task.REWARD_PARTS and Path(task.file).parent != ROOT / "tasks":
+        yield "REWARD_PARTS: a part called timeout counts graders that were stopped: rename it"
     for key, field in task.Options.model_fields.items():
         if field.is_required() or key in TaskSettings.model_fields:
             shared = ", ".join(TaskSettings.model_fields)
@@ -114,16 +154,6 @@ def make_schema(own: type[BaseModel], parts: tuple[str, ...], *functions: str) -
         reward_weights=(dict[Literal[parts], Weight], defaults),
     )
     return make("Config", __base__=Config, task=(settings, settings()))
-
-
-@dataclass(frozen=True)
-class Hub:
-    """Which part of a hub dataset is loaded. A task that needs another part sets its HUB."""
-
-    usual_id: str | None = None  # the dataset that error messages suggest
-    config: str | None = None  # the configuration of usual_id to load
-    validation_split: str = "train"  # the split that holds the validation questions
-    divides_train: bool = True  # between both; else train and validation_split stay as they are
 
 
 def is_in_split(key: str, split: str) -> bool:

@@ -301,6 +301,8 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
         subject = key if is_bare else f"{key} = {show(value):.80}"
         if isinstance(value, str) and value in theirs.get(key, {}):
             notes[subject] = f"; {value} is {theirs[key][value]} here"
+        elif key == "training.k_best_of_n" and kind == "list_type":
+            notes[subject] = f"; write [{value}, {value}]"
         elif key == "task.reward_weights" and kind == "dict_type":
             notes[subject] = f", by name, such as {show(defaults.task.reward_weights)}"
         problems.setdefault(subject, {})[problem] = None  # a union has one for each of its types

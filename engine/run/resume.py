@@ -168,8 +168,6 @@ def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
 def lock_folder(folder: Path, warn: Log) -> TextIO:
     """Lock a run's folder until the file is closed; ValueError names the process that has it."""
     make_folder(folder)
-    if (folder / "lock").is_symlink():
-        raise ValueError(f"{folder / 'lock'} is a link, which a run does not follow: remove it")
     file = open_to_append(folder / "lock")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

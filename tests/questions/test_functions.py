@@ -506,7 +506,7 @@ def test_the_first_lines_of_the_docs_and_the_template_train(folder, rotary_model
 
 def test_a_prompt_that_shows_the_answer_and_columns_that_rows_lack_are_told(folder, tokenizer):
     rows = [{**row, "hint": n} if n > 2 else row for n, row in enumerate(ROWS[:39])]
-    rows.append({"prompt": "9?", "hint": 1})
+    rows.append({"prompt": "9?", "hint": 1, "rewards": 3})
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for prompt in ("{prompt} \\boxed{answer}", "{prompt} \\boxed{...}"):
         given = ["task.reward=my_rewards:answer", "task.train=rows.jsonl"]
@@ -516,5 +516,10 @@ def test_a_prompt_that_shows_the_answer_and_columns_that_rows_lack_are_told(fold
         warned = [line for line in lines if "the model is shown column answer" in line]
         assert len(warned) == ("{answer}" in prompt)
         (told,) = (line for line in lines if "of its" in line)
-        lacking = "no answer in 1, no hint in 3 of its 40 rows; the others have it"
+        assert (
+            len([line for line in lines if "get the run's rewards, not this column" in line]) == 1
+        )
+        lacking = (
+            "no answer in 1, no hint in 3, no rewards in 39 of its 40 rows; the others have it"
+        )
         assert told == f"warning: rows.jsonl: {lacking}"

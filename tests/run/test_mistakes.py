@@ -13,13 +13,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from harness import CPU, ROOT, change_json, make_task, run_main, train_tokenizer
 
-from engine.core.config import ConfigError, check_world, dotted_values
+from engine.core.config import ConfigError, TaskSettings, check_world, dotted_values
 from engine.core.packages import import_package
 from engine.model import policy
 from engine.model.load import load_model_and_tokenizer
+from engine.questions.contract import Contract, Task, is_reward
+from engine.questions.rewards import reward_parts
+from engine.questions.tasks import is_of, problems_of_task
 from engine.run.config_file import load_config
 
 
@@ -93,6 +98,8 @@ ON_THE_COMMAND_LINE = {
     "training.learning_type=ppo": "training.learning_type = ppo: ... 'grpo', 'sil' or 'distill'",
     # slips of the keyboard that would start endless work, or leave nothing to compute with
     "validation.num_examples=1000000000000": "validation.num_examples = 1 ... equal to 1000000",
+    "training.k_best_of_n=8": "training.k_best_of_n = 8: ... write [8, 8]",
+    "training.micro_batch_tokens=auto": "training.micro_batch_tokens = auto: ... auto is null here",
     # values that cannot work together
     "training.k_best_of_n=[8,4]": "training.k_best_of_n = [8, 4]: ... write [4, 4]",
     f"{SIL} training.advantage=over_mean": "training.advantage = over_mean: ... write mean",
@@ -262,6 +269,8 @@ IN_THE_QUESTIONS = [  # task, file, content, and what is said after the file's n
     ("countdown", "a.csv", "nums,target\n3 4,5\n3 4,\n", ", row 2: target is ''"),
     ("countdown", "a.csv", 'nums,target\n3 4,5\n"3,5\n4,5\n', ": cannot be loaded (line 3: unexp"),
     ("countdown", "a.csv", "nums,target\n3 4,5\n3,5,6\n", ": cannot be loaded (line 3: more cel"),
+    # Bug: the advice was that a quote within quotes is written twice, and no more.
+    ("countdown", "a.csv", f"nums,target\n{'3' * 140_000},5\n", ": cannot ... into a .jsonl file"),
     ("gsm8k", "a.jsonl", f'{WITH_A}x"}}', ", row 1: answer is '#### x'"),
 ]
 
@@ -292,6 +301,11 @@ def generate_prompt(example, *, options):
 def reward_function(completion, example, *, options, num_tokens):
     return {"answer": 1.0, "length": 0.0}
 """
+
+
+async def fails_to_await(*arguments: object) -> None: ...
+
+
 TRAINS_ON = 'def load_examples(_, split, **how): return [{"q": "2"}] if split != "train" else '
 PAYS = "def reward_function(*_, **how): return "
 NO_LIST = ": load_examples must return a list of dicts"
@@ -301,6 +315,9 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "f(:": ", line 7: SyntaxError",
     "import sys; sys.exit(0)": ", line 7: SystemExit: 0",  # bug: that ended the run with status 0
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
+    # Bug: they were counted as time-outs, and their mean shown as that.
+    "REWARD_PARTS = ('answer', 'timeout')": ": REWARD_PARTS: a part called timeout",
+    "def question_key(example): return 3": ", line 7: question_key raised TypeError",
     "class Options: low = 1": ": Options must be a pydantic BaseModel",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
     "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
@@ -328,6 +345,33 @@ def test_a_mistake_in_a_task_is_one_line_with_file_and_line(code, own_task, star
     start(*own_task, says=said if said.startswith("a.csv") else f"HERE/own.py{said}")
 
 
+WRONG = [None, 3, 1.5, "text", b"bytes", ["a", 1], ("a", 1), {1: 2}, object(), fails_to_await]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(Contract) if not name.startswith("_")])
+def test_no_name_of_a_task_takes_what_it_cannot_be(name):
+    """Bug: for most of them a run ended later, in a traceback, or went on and showed nonsense."""
+    functions = {"generate_prompt": len, "reward_function": len}
+    for wrong in WRONG:
+        task = Task("own.py", functions | {name: wrong}, TaskSettings())
+        lines = [*problems_of_task(task)]
+        if wrong is None and is_of(name, None):  # as if it were left out
+            assert lines == [] or name == "reward_function"
+        else:
+            (line,) = lines
+            assert line.startswith(f"{name} must be ") and "\n" not in line, line
+
+
+def test_a_task_may_have_any_other_name_and_pay_by_an_array():
+    """Bugs: a helper called reward_groups was taken for the run's; np.array(1.0) was no number."""
+    helper = {"reward_groups": print, "functions": 3, "key_of": 3}
+    pays = {"generate_prompt": len, "reward_function": lambda *_, **how: np.array(1.0)}
+    task = Task("own.py", helper | pays, TaskSettings())
+    assert list(problems_of_task(task)) == []
+    assert reward_parts(task, [["x"]], [{}], [[None]]) == [[{"answer": 1.0}]]
+    assert is_reward(torch.tensor(0.5)) and not any(map(is_reward, (np.array("1"), np.ones(1))))
+
+
 def test_a_tasks_parts_and_generated_questions_are_checked(own_task, start):
     start("task.name=own", "task.reward_weights.a=1", says="task.reward_weights.a: ... 'answer'")
     Path("other.py").write_text(f"{OWN_TASK}def generate_questions(*_, **how): return None\n")
@@ -348,6 +392,7 @@ IN_A_REWARD = {  # name: code of f's file, and what is said after the file's nam
         ", line 2: f raised IndexError: string index out of range (each completion is a text,"
         f" since no row has messages in a column prompt){QUESTION}",
     ),
+    "no list": (f"import numpy\n{F} return numpy.array(1)", NUMBERS.replace("1", "2", 1) + "1: q"),
     "nan": (f"{F} return [float('nan')]", f"{NUMBERS}[nan]{QUESTION}"),
     # Bug: the run ended with status 0, as if all were well.
     "exit": (f"async {F}\n exit(0)", f", line 2: f raised SystemExit: 0{QUESTION}"),

@@ -169,6 +169,7 @@ def test_every_command_that_needs_no_gpu_and_every_cell_of_the_notebook_work_as_
     # with one rank for two.
     shown, display = [], SimpleNamespace(HTML=str)
     monkeypatch.chdir(clone / "notebooks")
+    monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setitem(PART_BYTES, "rollouts", PART_BYTES["rollouts"])  # a cell changes it

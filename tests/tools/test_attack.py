@@ -46,6 +46,15 @@ def test_each_kind_is_found_in_a_naive_grader(tmp_path, call, monkeypatch, pytho
     assert status == 1 and "\nraised       " in output and "such as '<answer></answer>'" in output
 
 
+def test_a_row_without_a_prompt_is_one_line(tmp_path, call, monkeypatch):
+    """Bug: each of the strings was said to make the reward raise."""
+    (tmp_path / "mine.py").write_text("def f(completions, **columns): return [0.0]")
+    monkeypatch.chdir(tmp_path)
+    status, output, line = call(tool, "mine:f", "--row", '{"q": "2 + 2?"}')
+    assert status == 2 and not output
+    assert line.count("\n") == 1 and "word task.prompt with {q}" in line
+
+
 def test_a_task_is_attacked_with_the_keys_that_a_run_has():
     for given, paid in (([], 0.0), (["task.prompt_style=tags"], 1.0)):
         grade, gold = load("gsm8k", None, given)

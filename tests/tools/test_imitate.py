@@ -200,9 +200,11 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     status, output, errors = begin("--steps=3", "--learning-rate=2e-3", *lora)
     assert status == 0, errors
     folder = tmp_path / "x-imitation"
-    (again,) = re.findall(f"written: {folder}; train it: python main.py (.*)\n", output)
-    trained = load_config(shlex.split(again))
-    assert trained.model.name == str(folder) and trained.training.learning_rate == 2e-3
+    line = r"train it: python main.py (.*)\.\.\. \(a tenth of 0.002, or less\)\n"
+    (again,) = re.findall(f"written: {folder}; {line}", output)
+    trained = load_config(shlex.split(f"{again}2e-4"))
+    assert trained.model.name == str(folder) and trained.training.learning_rate == 2e-4
+    assert re.search(r"imitation 1/3  loss .*  seconds \d+\.\d  left 0:00:\d\d\n", output)
     assert trained.task.eval == make_config(*data).task.eval
     assert {path.name for path in tmp_path.iterdir()} == {"answers.jsonl", folder.name}
     first, *steps, last = read_jsonl(folder / "imitation.jsonl")
@@ -254,6 +256,31 @@ def test_a_full_disk_is_seen_before_the_training_and_no_base_is_left(tmp_path, b
     status, _, errors = begin(f"--out={tmp_path}/o")
     assert status == 2 and errors.startswith(f"error: {tmp_path}/o: the disk is too small: the m")
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+def test_rows_that_are_too_long_are_counted_before_the_load(answers, begin, monkeypatch):
+    """Bug: the first one ended the command, after minutes for a large model, and then the next."""
+    monkeypatch.setattr(imitate, "build_run", pytest.fail)
+    status, _, error = begin("training.max_new_gen_tokens=1")
+    assert status == 2 and error.startswith(f"error: {answers}, row 1: 64 of 64 completions have m")
+    assert re.search(r"max_new_gen_tokens=\d+, or cut them\n$", error)
+
+
+def test_an_answer_without_its_rewards_column_is_imitated(
+    rotary_model_folder, tmp_path, monkeypatch
+):
+    """Bug: rows of messages, without the column that the reward reads, were refused."""
+    (tmp_path / "own.py").write_text("def f(completions, answer, **kwargs): return [1.0]")
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "7?", "completion": "7", "answer": "7"}, {"prompt": "8?", "completion": "8"}]
+    file, lines = str(write(tmp_path / "a.jsonl", rows)), []
+    run = make_run(make_policy(rotary_model_folder), make_config())
+    run.config = make_config("task.reward=own:f", "task.train=a.jsonl")
+    run.task, run.logger.info = load_task(run.config.task), lines.append
+    read = imitate.read_answers(run.task, run.config, file)
+    assert len(imitate.choose_answers(run, read, file, only_solved=False)) == 2
+    assert ": 1 answers are imitated ungraded: " in lines[0] and "own.py, line 1: f " in lines[0]
+    assert lines[1:] == [f"{file}: of 2 answers 0 do not solve their question"]
 
 
 def test_a_loss_that_is_not_finite_ends_it_with_nothing_written(tmp_path, begin, monkeypatch):

@@ -72,8 +72,10 @@ def test_index_is_what_the_tool_writes_of_a_run(model, tmp_path, call):
     for _, data, _ in pages:
         assert data["models"].pop()["weights"].keys() == data["models"][0]["weights"].keys()
     assert pages[0] == pages[1]
-    status, _, line = call(play, tmp_path / "none")
-    assert (status, line.count("\n")) == (2, 1)
+    (tmp_path / "config.yaml").write_text("task: {name: gsm8k}")
+    for folder in (tmp_path, tmp_path / "none"):  # another task's, and none
+        status, _, line = call(play, folder)
+        assert (status, line.count("\n")) == (2, 1)
 
 
 @pytest.mark.parametrize("number", [0, 1])
