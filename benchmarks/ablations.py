@@ -533,7 +533,8 @@ def write_quarrels(rows: dict[str, list[str]], runs: dict[str, DataFrame], file:
     for name, row in read_file(ROOT / "results/quarrels.yaml").items():
         values, others = last_values(runs, name), {}
         if len(values):
-            others = {other: verdict(values, last_values(runs, other)) for other in row["against"]}
+            theirs = {other: last_values(runs, other) for other in row["against"]}
+            others = {other: verdict(values, them) for other, them in theirs.items() if len(them)}
         came = [shown(values[:, i], 3) for i in (0, 1)] if len(values) else ["not run", ""]
         texts = (row[key].replace("|", r"\|") for key in ("formula", "source", "expected"))
         against = "; ".join(f"{other}: {words}" for other, words in others.items())
