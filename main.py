@@ -50,6 +50,7 @@ from engine.core.measures import Clock, add_to_mean, reduce_means
 from engine.core.tensors import autocast, left_pad, pack, right_pad, seeded
 from engine.core.types import (
     Completion,
+    Groups,
     Log,
     MicroBatch,
     SamplingParams,
@@ -526,12 +527,13 @@ def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[
         f"evaluating: {len(run.validation_questions):,} questions "
         f"x {run.config.validation.best_of_n} samples"
     )
-    with clock("eval"), run.world.left_by_all():  # a signal ends it at the next token, on all ranks
-        groups = sample_validation(run)
-    return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
+    with clock("eval"):
+        with run.world.left_by_all():  # a signal ends it at the next token, then all ranks leave
+            groups = sample_validation(run)
+        return evaluation_metrics(groups, run.task, run.config.validation, run.world), groups
 
 
-def sample_validation(run: Run, *, is_greedy: bool = False) -> list[list[Trajectory]]:
+def sample_validation(run: Run, *, is_greedy: bool = False) -> Groups:
     """Completions of this rank's share of the validation questions.
 
     Every question has its own fixed randomness, so evaluating changes nothing in training, and two

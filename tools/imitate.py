@@ -93,7 +93,7 @@ def main() -> None:
             write_imitation(run, measured, options.answers)
             given = [f"--config={options.config}"] * bool(options.config) + options.overrides
             given += [f"model.name={run.folder}"]
-            again = f"{command('main.py')} {shlex.join(given)} training.learning_rate=..."
+            again = f"{command('main.py')} {shlex.join(given)} training.learning_rate=RATE"
             rate = f"a tenth of {config.training.learning_rate:g}, or less"
             run.logger.info(f"written: {run.folder}; train it: {again} ({rate})")
         elif run.world.is_main:  # an adapter's base, again

@@ -38,10 +38,10 @@ def test_the_host_must_hold_the_model_once_for_each_process(
     pages = {"SC_PAGE_SIZE": 2, "SC_PHYS_PAGES": bytes_per_weight * 40_800}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(os, "sysconf", pages.get)
-    check_host_memory(model_config, config, dtype)
+    check_host_memory(model_config, config.model, config, dtype)
     pages["SC_PHYS_PAGES"] -= 1
     with pytest.raises(ValueError, match=r"each of 2 processes has .* start fewer processes"):
-        check_host_memory(model_config, config, dtype)
+        check_host_memory(model_config, config.model, config, dtype)
 
 
 @pytest.mark.parametrize(

@@ -343,8 +343,8 @@ def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, gi
     environment, per question by a function.
     """
     Path("spoiling.py").write_text(SPOILING)
-    chat = [{"role": "user", "content": "Use the tool. "}]
-    rows = [{"n": n, "nested": [[n], {"a": [n]}], "prompt": chat} for n in range(60)]
+    asked = [[{"role": "user", "content": f"Use the tool. {n}"}] for n in range(60)]
+    rows = [{"n": n, "nested": [[n], {"a": [n]}], "prompt": asked[n]} for n in range(60)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = [given, "task.train=rows.jsonl", "task.eval=rows.jsonl", "training.num_steps=2"]
     settings += ["validation.every=1", "training.max_new_gen_tokens=60"]

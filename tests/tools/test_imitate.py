@@ -200,7 +200,7 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     status, output, errors = begin("--steps=3", "--learning-rate=2e-3", *lora)
     assert status == 0, errors
     folder = tmp_path / "x-imitation"
-    line = r"train it: python main.py (.*)\.\.\. \(a tenth of 0.002, or less\)\n"
+    line = r"train it: python main.py (.*)RATE \(a tenth of 0.002, or less\)\n"
     (again,) = re.findall(f"written: {folder}; {line}", output)
     trained = load_config(shlex.split(f"{again}2e-4"))
     assert trained.model.name == str(folder) and trained.training.learning_rate == 2e-4
