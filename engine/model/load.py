@@ -35,6 +35,9 @@ from engine.model.probes import check_causal, supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
 from engine.update.optimizer import AVERAGES, FP32
 
+# One of these makes a tokenizer, tokenizer_config.json alone does not
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+
 
 def load_model_and_tokenizer(
     config: Config,
@@ -134,11 +137,10 @@ def load_base_tokenizer(
     """
     settings = config.model.source
     base = find_base(settings, log)
-    file = "tokenizer_config.json"
     if base is not None:
         check_base(base, log)
         quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
-        if cached_file(settings.name, file, **quiet) is None:
+        if all(cached_file(settings.name, file, **quiet) is None for file in VOCABULARIES):
             settings = base
     return base, load_tokenizer(config.replace(model=settings), log)
 
@@ -156,18 +158,22 @@ def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | Non
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
+    if base is None:
+        raise ValueError("its adapter_config.json does not name its base_model_name_or_path")
+    if (Path(base) / "adapter_config.json").is_file():
+        raise ValueError(f"its base {base} is an adapter too: merge that one (tools.export) before")
     return at_commit(settings.replace(name=base, revision=revision), log)
 
 
-def base_of(adapter: Path) -> tuple[str, str | None]:
-    """Name and revision of the base model of a saved adapter.
+def base_of(adapter: Path) -> tuple[str | None, str | None]:
+    """Name and revision of the base model of a saved adapter, if it gives them.
 
     A run from an adapter has its base in its own folder, which may have been moved since.
     """
     saved = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-    name = saved["base_model_name_or_path"]
+    name = saved.get("base_model_name_or_path")
     revision = saved.get("revision")
-    if os.path.isabs(name) and Path(name).name == "base":
+    if name and os.path.isabs(name) and Path(name).name == "base":
         for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/
             if (folder / "base/config.json").is_file():
                 return str(folder / "base"), revision

@@ -276,6 +276,9 @@ SPOILT = {  # what is made of an adapter's weights or set in its config, and wha
         {"modules_to_save": ["lm_head"]},
         "does not fit its base model: 'base_model.model.lm_head.weight'",
     ),
+    # bugs: "expected str, bytes or os.PathLike object, not NoneType"; "need to have sentencepiece"
+    "no base": ({"base_model_name_or_path": None}, "does not name its base_model_name_or_path"),
+    "on an adapter": ({"base_model_name_or_path": "HERE"}, "is an adapter too: merge that one"),
     "a base that is gone": ({"base_model_name_or_path": "/moved/away"}, "/moved/away"),
 }
 
@@ -287,7 +290,8 @@ def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, name):
     spoil, problem = SPOILT[name]
     adapter = Path(shutil.copytree(finished / "best", tmp_path / "adapter"))
     if isinstance(spoil, dict):
-        harness.change_json(adapter / "adapter_config.json", **spoil)
+        here = {key: str(adapter) for key, value in spoil.items() if value == "HERE"}
+        harness.change_json(adapter / "adapter_config.json", **spoil | here)
     else:
         file = adapter / "adapter_model.safetensors"
         save_file(spoil(load_file(file)), file)
