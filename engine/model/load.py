@@ -36,7 +36,7 @@ from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenize
 from engine.update.optimizer import AVERAGES, FP32
 
 # One of these makes a tokenizer, tokenizer_config.json alone does not
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def load_model_and_tokenizer(
@@ -158,22 +158,23 @@ def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | Non
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
-    if base is None:
-        raise ValueError("its adapter_config.json does not name its base_model_name_or_path")
-    if (Path(base) / "adapter_config.json").is_file():
-        raise ValueError(f"its base {base} is an adapter too: merge that one (tools.export) before")
+    if not base or (Path(base) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"its base is {base or 'not named'}, but must be a whole model: name it in "
+            "adapter_config.json (tools.export merges an adapter into its base)"
+        )
     return at_commit(settings.replace(name=base, revision=revision), log)
 
 
-def base_of(adapter: Path) -> tuple[str | None, str | None]:
+def base_of(adapter: Path) -> tuple[str, str | None]:
     """Name and revision of the base model of a saved adapter, if it gives them.
 
     A run from an adapter has its base in its own folder, which may have been moved since.
     """
     saved = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
-    name = saved.get("base_model_name_or_path")
+    name = saved.get("base_model_name_or_path") or ""
     revision = saved.get("revision")
-    if name and os.path.isabs(name) and Path(name).name == "base":
+    if os.path.isabs(name) and Path(name).name == "base":
         for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/
             if (folder / "base/config.json").is_file():
                 return str(folder / "base"), revision

@@ -236,9 +236,6 @@ class EventLoop:
     def run(self, coroutine: Coroutine) -> Any:
         """What the coroutine returns; it is cancelled if a signal ends an evaluation."""
         loop = self.loops.get(os.getpid()) or self.start()
-        # A Ctrl-C reaches the processes that it starts only if it reaches those of this thread.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-        loop.call_soon_threadsafe(signal.pthread_sigmask, signal.SIG_SETMASK, blocked)
         running = asyncio.run_coroutine_threadsafe(coroutine, loop)
         try:
             while not wait([running], timeout=0.2).done:  # seconds
@@ -250,6 +247,8 @@ class EventLoop:
     def start(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.new_event_loop()
         loop.set_default_executor(DaemonThreads())
+        # A Ctrl-C is the run's affair: the processes that the functions start inherit this.
+        loop.call_soon(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
         threading.Thread(target=loop.run_forever, daemon=True).start()
         return self.loops.setdefault(os.getpid(), loop)
 

@@ -35,15 +35,13 @@ class Hub:
     divides_train: bool = True  # between both; else train and validation_split stay as they are
 
 
-FUNCTION = "a function that is not async"
-NEEDED = ("generate_prompt", "parse_row", "question_key")
+FUNCTION = "a function or a class, and not async"
 OPTIONAL = ("reward_function", "extract_answer", "parse_question", "is_lenient_solved")
-LOADERS = ("generate_questions", "load_examples")
+OPTIONAL += ("generate_questions", "load_examples", "Environment")
 # The names that a module may define for a task: the type of each, and what a line calls it.
 KINDS: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(NEEDED, (Callable, FUNCTION)),
-    **dict.fromkeys(OPTIONAL + LOADERS, (Callable | None, FUNCTION)),
-    "Environment": (Callable | None, "a class"),
+    **dict.fromkeys(("generate_prompt", "parse_row", "question_key"), (Callable, FUNCTION)),
+    **dict.fromkeys(OPTIONAL, (Callable | None, FUNCTION)),
     "Options": (type[BaseModel], "a pydantic BaseModel"),
     "REWARD_PARTS": (tuple[str, ...], 'a tuple of names with "answer", such as ("answer",)'),
     "EXAMPLE_ROW": (dict[str, Any], "a dict, a good row by its columns"),

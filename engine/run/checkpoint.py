@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.optim import Optimizer
@@ -34,7 +35,7 @@ from engine.core.hub import without_hub
 from engine.core.types import Log, Metrics, no_log
 from engine.run.card import model_card
 from engine.run.mistakes import is_out_of_memory
-from engine.run.state import Run
+from engine.run.state import Run, Saved
 
 MARKER = "has_checkpoints"
 STATE = "training_state/state.json"
@@ -288,15 +289,18 @@ def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
     except Exception as error:  # pydantic, torch and its optimizers each have their own
         if is_out_of_memory(error):
             raise
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0]:.80}"
-        fix = f"remove {remove}, and the run goes on by what its checkpoints hold"
-        raise ValueError(f"{file} is damaged ({problem}): {fix}") from error
+        raise ValueError(
+            f"{file} is damaged ({type(error).__name__}: {str(error).splitlines()[0]:.80}): "
+            f"remove {remove}, and the run goes on by what its checkpoints hold"
+        ) from error
 
 
 def load_state(folder: Path) -> dict:
     """What `save_checkpoint` has put into state.json."""
     with naming_damage(folder / STATE, remove=folder):
-        return json.loads((folder / STATE).read_text("utf-8"))
+        content = json.loads((folder / STATE).read_text("utf-8"))
+        TypeAdapter(Saved).validate_python(content)
+    return content
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

@@ -13,7 +13,6 @@ from engine.update.optimizer import learning_rate_at
 
 FEW_STEPS = 3  # before a run says that a group, or a part, teaches nothing
 ALIKE_GROUPS = 32
-MANY_TASKS = 1_000
 # What a weight changes by at least to be another number, as a share of it
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7}
 
@@ -60,7 +59,7 @@ def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Gr
         if is_unpaid and part not in default_weights(run.task.functions):
             fix = f"set task.reward_weights='{{{part}: 1.0}}'"
             remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
-    if run.task.functions and (num := run.task.num_open) > MANY_TASKS:
+    if run.task.functions and (num := run.task.num_open) > 1_000:
         remark(
             run,
             "tasks",

@@ -120,14 +120,12 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
         return None, None
     best = run.folder / "best"
     content = checkpoint.load_state(folder)
-    with checkpoint.naming_damage(folder / checkpoint.STATE, remove=folder):
-        is_ours = content["state"].keys() == asdict(run.state).keys()
-        saved = TypeAdapter(Saved).validate_python(content) if is_ours else None
-    if saved is None:
+    if content["state"].keys() != asdict(run.state).keys():
         raise ValueError(
             f"{folder} was saved by another version of this program: go on with that one, or set "
             "run.name to start another run"
         )
+    saved = TypeAdapter(Saved).validate_python(content)
     is_there = any(best.glob("*.safetensors"))
     score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint

@@ -1,7 +1,6 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import ctypes
-import functools
 import math
 import resource
 from dataclasses import replace
@@ -47,6 +46,7 @@ def decode_in_batches(
     trim_heap()  # of what the last update has left
     with logger.progress(len(token_ids) * params.group_size, "sampling", "seq") as bar:
         while by_length:
+            leave_if_signalled()  # as each loop does at its tokens
             longest = len(token_ids[by_length[0]])
             fit = max_batch_tokens or sampler.tokens_at_once(longest, params)
             num_rows = fit // (longest + params.max_new_tokens)
@@ -57,7 +57,7 @@ def decode_in_batches(
                     [token_ids[i] for i in batch],
                     [prompts.seeds[i] for i in batch],
                     replace(params, conversations=rows),
-                    on_progress=functools.partial(go_on, bar),
+                    on_progress=bar.update,
                     generate=generate,
                 )
             except torch.OutOfMemoryError:
@@ -70,12 +70,6 @@ def decode_in_batches(
                 groups[i] = completions[j * params.group_size :][: params.group_size]
     trim_heap()
     return groups
-
-
-def go_on(bar: Any, num_ended: int) -> None:
-    """Show that so many more completions have ended, unless a signal ends the evaluation here."""
-    leave_if_signalled()
-    bar.update(num_ended)
 
 
 def trim_heap() -> None:

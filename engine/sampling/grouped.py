@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.core.signals import leave_if_signalled
 from engine.core.tensors import left_pad, position_ids
 from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.cache import ReservedColumns
@@ -37,6 +38,7 @@ def decode_grouped(
     for t in range(1, params.max_new_tokens):
         drawn.ask_tools(batch.tokens[:, 0])  # a calculator or an environment
         if t == 1 or t % steps_per_check == 0:
+            leave_if_signalled()
             active = drawn.active  # (B,), False for the rows that have drawn an end token
             num_active = int(active.sum())
             on_progress(num_unfinished - num_active)

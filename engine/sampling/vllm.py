@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.core.config import ModelSettings
 from engine.core.distributed import World
 from engine.core.packages import import_package
+from engine.core.signals import leave_if_signalled
 from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
@@ -114,6 +115,7 @@ class VllmEngine:
             while self.llm.llm_engine.has_unfinished_requests():
                 outputs = self.llm.llm_engine.step()
                 rows = [int(output.request_id) for output in outputs if output.finished]
+                leave_if_signalled()
                 on_progress(sum(not self.go_on(row) for row in rows))
         drawn.rows = torch.arange(len(self.active), device=self.device)
         drawn.active = self.active

@@ -277,8 +277,8 @@ SPOILT = {  # what is made of an adapter's weights or set in its config, and wha
         "does not fit its base model: 'base_model.model.lm_head.weight'",
     ),
     # bugs: "expected str, bytes or os.PathLike object, not NoneType"; "need to have sentencepiece"
-    "no base": ({"base_model_name_or_path": None}, "does not name its base_model_name_or_path"),
-    "on an adapter": ({"base_model_name_or_path": "HERE"}, "is an adapter too: merge that one"),
+    "no base": ({"base_model_name_or_path": None}, "its base is not named, but must"),
+    "on an adapter": ({"base_model_name_or_path": "HERE"}, "adapter, but must be a whole model"),
     "a base that is gone": ({"base_model_name_or_path": "/moved/away"}, "/moved/away"),
 }
 
