@@ -39,8 +39,8 @@ def packed_share(sources: list[str]) -> float:
     return len(packed) / len(statements)
 
 
-def sources_of(room: str, root: Path = Path(__file__).parents[1]) -> list[str]:
-    path = root / room
+def sources_of(room: str) -> list[str]:
+    path = Path(__file__).parents[1] / room
     return [file.read_text() for file in sorted(path.rglob("*.py")) or [path]]
 
 

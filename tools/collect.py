@@ -54,7 +54,7 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
     if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to collect"
         raise ConfigError(f"task.name = {config.task.name}: {problem}")
-    config, logger = config.model_copy(update={"mode": "train"}), Logger(rank=0)
+    config, logger = config.replace(mode="train"), Logger(rank=0)
     tokenizer, context = policy.tokenizer, policy.context_length
     validation, stream = load_questions(
         task, config, tokenizer=tokenizer, context=context, log=logger.info

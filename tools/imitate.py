@@ -123,9 +123,9 @@ def imitating(options: argparse.Namespace) -> Config:
     changes |= {"kl_coef": 0.0, "tis_clip": None, "skip_truncated": False}
     place = {"dir": str(folder.parent), "name": folder.name}
     sections = {"run": place, "model": {"teacher": None}, "training": changes}
-    updates = {key: getattr(config, key).model_copy(update=sections[key]) for key in sections}
+    updates = {key: getattr(config, key).replace(**sections[key]) for key in sections}
     logging = LoggingSettings(samples=config.logging.samples)  # without boards
-    return config.model_copy(update=updates | {"logging": logging})
+    return config.replace(**updates, logging=logging)
 
 
 def make_room(run: Run) -> None:
