@@ -7,11 +7,10 @@ completions of each, pays each completion by a rule, compares it with its group,
 
     loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
 
-Settings are config.yaml's, then FILE.yaml's, then the command line's; it needs countdown.py and
-tiny/ too. It does not resume, keeps no best model, pins no model of the hub, trains on Countdown's
-generated questions alone, and is slower: main.py is the program. Both are equal bit for bit in the
-same passes and arithmetic (fp32 on a CPU, one or two ranks, the same micro_batch_tokens, logits
-made at once), else up to rounding.
+Settings are config.yaml's, FILE.yaml's, the command line's; countdown.py and tiny/ go with it. It
+does not resume, keep the best model or pin one, trains on Countdown's generated questions alone,
+and is slower: main.py is the program. Both are equal bit for bit in the same passes and arithmetic
+(fp32 on a CPU, one or two ranks, the same micro_batch_tokens, logits at once), else up to rounding.
 
 Shapes: N questions, G completions of each, B rows, P longest prompt, T completion tokens, S longest
 prompt with its completion, K scored columns, V vocabulary. Masks are bool, True = keep.
@@ -98,6 +97,7 @@ def main(arguments: list) -> None:
     if dist.get_rank() == 0:
         run.model.save_pretrained(folder / "last")
         run.tokenizer.save_pretrained(folder / "last")
+    run.policy = None  # behind its group's end DDP's destructor may wait for ever
     dist.destroy_process_group()
 
 

@@ -9,6 +9,7 @@ import functools
 import os
 import shutil
 import subprocess
+import weakref
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -118,8 +119,11 @@ def both_programs(world: World, given: list[str], port: int, is_lesson_one: bool
         run.world.signals.stop()
         spy(patch, plain, "sample_trajectories", compare, iter(drawn), seen)
         spy(patch, plain, "pack", count, seen)
+        wrapped: list[weakref.ref] = []
+        spy(patch, plain, "build_run", note_wrapper, wrapped)
         join_again = functools.partial(dist.init_process_group, "gloo", rank=world.rank)
         dist.destroy_process_group()  # plain.py joins a group of its own
+        spy(patch, dist, "destroy_process_group", end_group, wrapped)
         plain.main([*given, "run.name=plain"])
         folder = next(text for text in given if text.startswith("run.dir="))[8:]
         join_again(init_method=f"file://{folder}/again", world_size=world.size)
@@ -182,6 +186,18 @@ def cumulative(model, token_ids: list[int], temperature: float) -> Tensor:
     return (logits / temperature).softmax(dim=-1).double().cumsum(dim=-1)
 
 
+def note_wrapper(build_run, wrapped: list[weakref.ref], config: dict) -> plain.Run:
+    run = build_run(config)
+    wrapped.append(weakref.ref(run.policy))
+    return run
+
+
+def end_group(end, wrapped: list[weakref.ref]) -> None:
+    """Bug: DDP's destructor waited for gloo's thread, and this one for Python's lock: for ever."""
+    assert wrapped[0]() is None
+    end()
+
+
 def count(pack, seen: dict, *arguments) -> list:
     micro_batches = pack(*arguments)
     seen["passes"].append(len(micro_batches))
@@ -208,7 +224,7 @@ def both_updates(world: World, ways: list[str], port: int) -> None:
             run = load_run(load_config(way.split()))
             for step in range(2):
                 compare_updates(ours, run, step)
-            run.policy.scorer = None
+            run.policy.scorer = ours.policy = None
             run.world.signals.stop()
             dist.barrier()
 
