@@ -44,6 +44,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -196,6 +197,14 @@ LABELS = {
     "only-better": "only advantages above 0",
     "only-wrong": "-1 for each wrong answer (NSR)",
     "only-right": "1 for each right answer (PSR)",
+}
+SIX = {  # README's picture
+    "default": "unchanged",
+    "sil-1": "sil: imitate the best of 16",
+    "kl-0.02": "with a KL penalty of 0.02",
+    "stale-8": "trained on samples up to seven updates old",
+    "length-reward": "paid for length, not for answers",
+    "random-reward": "paid at random",
 }
 SOUND = ("default", "sil")  # of the lab "symptoms"; its other rows are broken runs
 COPIES = ROOT / "runs/symptoms/copies"
@@ -375,8 +384,10 @@ def main() -> None:
     runs = kept_runs(file)
     if options.lab != "symptoms":
         write_table(rows, runs, file.with_suffix(".md"))
-        draw(rows, runs, file.with_suffix(".png"))
+        names = {row: LABELS[row] for row in rows}
+        draw(names, runs, file.with_suffix(".png"), closeness(names, runs))
     if options.lab == "hard":
+        draw(SIX, runs, options.out / "six.png", "pass@1 after 40 steps of hard questions")
         write_quarrels(rows, runs, options.out / "quarrels.md")
     if failed:
         raise SystemExit(f"failed, see their logs: {', '.join(failed)}")
@@ -541,7 +552,8 @@ def write_quarrels(rows: dict[str, list[str]], runs: dict[str, DataFrame], file:
         lines.append([name, *texts, len(values), *came, against])
         shown_rows |= {name, *row["against"]}
     write_atomically(file, "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines))
-    draw({row: rows[row] for row in rows if row in shown_rows}, runs, file.with_suffix(".png"))
+    names = {row: LABELS[row] for row in rows if row in shown_rows}
+    draw(names, runs, file.with_suffix(".png"), closeness(names, runs))
 
 
 def verdict(ours: np.ndarray, theirs: np.ndarray) -> str:
@@ -553,7 +565,15 @@ def verdict(ours: np.ndarray, theirs: np.ndarray) -> str:
     return ", ".join(words) + (f" ({few} seed{'s' * (few > 1)})" if few < 3 else "")
 
 
-def draw(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> None:
+def closeness(rows: Iterable[str], runs: dict[str, DataFrame]) -> str:
+    """How many rows end near the default, as a picture's title."""
+    means = {row: values[:, 0].mean() for row in rows if len(values := last_values(runs, row))}
+    default = means.pop("default", np.nan)
+    num_close = sum(abs(mean - default) < CLOSE for mean in means.values())
+    return f"{num_close} of {len(means)} changes move pass@1 by less than {CLOSE}"
+
+
+def draw(labels: dict[str, str], runs: dict[str, DataFrame], file: Path, title: str) -> None:
     """pass@1 of each row, the best at the top: a point for each seed, a stroke for their mean.
 
     The default's mean goes through all rows.
@@ -562,7 +582,7 @@ def draw(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> 
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    measured = {row: last_values(runs, row)[:, 0] for row in rows}
+    measured = {row: last_values(runs, row)[:, 0] for row in labels}
     measured = {row: rates for row, rates in measured.items() if len(rates)}
     names = sorted(measured, key=lambda row: measured[row].mean())
     with style.context(STYLE, after_reset=True):
@@ -580,11 +600,9 @@ def draw(rows: dict[str, list[str]], runs: dict[str, DataFrame], file: Path) -> 
         if "default" in measured:
             default = measured["default"].mean()
             axes.axvline(default, color=COLORS[1], linewidth=0.8, linestyle=":")
-            num_close = sum(abs(measured[name].mean() - default) < CLOSE for name in names) - 1
-            title = f"{num_close} of {len(names) - 1} changes move pass@1 by less than {CLOSE}"
-            figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
+        figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
         axes.set(
-            xlim=(0, None), yticks=range(len(names)), yticklabels=[LABELS[name] for name in names]
+            xlim=(0, None), yticks=range(len(names)), yticklabels=[labels[name] for name in names]
         )
         axes.set(
             xlabel=f"pass@1 after {STEPS.get(file.stem, NUM_STEPS)} steps",
