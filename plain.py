@@ -1,19 +1,19 @@
-"""GRPO and sil, the whole algorithm in one file: read this first. `python plain.py` runs it, or
+"""GRPO and sil (imitation of each group's best): the whole algorithm. Read this first. It runs by
 
-    torchrun --nproc-per-node=2 plain.py [FILE.yaml] [section.key=value ...]
+    torchrun --nproc-per-node=2 plain.py [FILE.yaml] [section.key=value ...]    # or python plain.py
 
-In a step each rank (a process, on a GPU of its own if there is one) takes N questions, samples G
-completions of each, pays each completion by a rule, compares it with its group, and follows
+In a step each rank (a process, with a GPU of its own if there are any) takes N questions, samples G
+completions of each, pays them by a rule, compares each with its group, and follows
 
     loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
 
-Settings are config.yaml's, FILE.yaml's, the command line's; countdown.py and tiny/ go with it. It
-does not resume, keep the best model or pin one, trains on Countdown's generated questions alone,
-and is slower: main.py is the program. Both are equal bit for bit in the same passes and arithmetic
-(fp32 on a CPU, one or two ranks, the same micro_batch_tokens, logits at once), else up to rounding.
+with all ranks' rows. One update per batch: no ratio, no clip, no KL term. Settings: config.yaml's,
+FILE.yaml's, the command line's. countdown.py and tiny/ go with it. It does not resume, keep the
+best or pin the hub's, trains generated Countdown alone, and is slower: main.py is the program. Both
+are equal bit for bit in equal passes in fp32 on a CPU with logits at once; else up to rounding.
 
-Shapes: N questions, G completions of each, B rows, P longest prompt, T completion tokens, S longest
-prompt with its completion, K scored columns, V vocabulary. Masks are bool, True = keep.
+Shapes: N questions, G completions of each, B rows, T completion tokens, S longest prompt with its
+completion, K scored columns, V vocabulary. Masks are bool, True = keep.
 """
 
 import json
@@ -37,21 +37,22 @@ from transformers import PreTrainedTokenizerFast as Tokenizer
 
 import countdown
 
-READ = """run.name run.dir model.name model.compute_dtype sampling.backend sampling.temperature
+READ = """run.name run.dir model.name model.compute_dtype sampling.temperature
 sampling.max_batch_tokens task.reward_weights.format task.reward_weights.answer
-training.learning_type training.k_best_of_n training.learning_rate training.num_steps
-training.num_samples_per_step training.max_new_gen_tokens training.micro_batch_tokens training.seed
-training.warmup_steps training.weight_decay training.max_grad_norm training.adam_betas
-training.adam_eps validation.every validation.num_examples validation.best_of_n
-validation.temperature validation.max_new_gen_tokens"""
-# What this file makes of the other keys, where that is not null, false, 0 or an empty list
-MAKES = """{mode: train, model.attn_implementation: sdpa, task.name: countdown, task.shuffle: true,
-task.train: generated, task.eval: generated, task.concurrency: 64, sampling.top_p: 1.0,
-sampling.max_turns: 8, training.lr_schedule: linear, training.advantage: mean,
-training.loss_normalization: dr_grpo, training.num_iterations: 1, training.policy_loss: ppo,
-training.clip_eps: 0.2, training.dppo_delta: 0.15, training.optimizer: adamw,
-training.muon_learning_rate: 0.001, training.max_skipped_steps: 10}"""
-TRAINING, VALIDATION, ORDER = 0, 1, 5  # a seed's first word: these random numbers never meet
+training.k_best_of_n training.learning_rate training.num_steps training.num_samples_per_step
+training.max_new_gen_tokens training.micro_batch_tokens training.seed training.warmup_steps
+training.weight_decay training.max_grad_norm training.adam_betas training.adam_eps validation.every
+validation.num_examples validation.best_of_n validation.temperature validation.max_new_gen_tokens"""
+# The values that other keys may have; a key that is not here must be null, false, 0 or empty.
+TAKEN = """{mode: [train], model.attn_implementation: [sdpa], task.name: [countdown],
+task.shuffle: [true], task.train: [generated], task.eval: [generated], task.concurrency: [64],
+sampling.backend: [grouped, generate], sampling.top_p: [1.0], sampling.max_turns: [8],
+training.learning_type: [grpo, sil], training.lr_schedule: [linear], training.advantage: [mean],
+training.loss_normalization: [dr_grpo], training.num_iterations: [1], training.policy_loss: [ppo],
+training.clip_eps: [0.2], training.dppo_delta: [0.15], training.optimizer: [adamw],
+training.muon_learning_rate: [0.001], training.max_skipped_steps: [10]}"""
+OPTIONS = {f"task.{name}": name for name in countdown.Options.model_fields}
+TRAINING, VALIDATION, ORDER = 0, 1, 5  # a seed's first word, as in main.py: they never meet
 
 
 @dataclass
@@ -97,7 +98,7 @@ def main(arguments: list) -> None:
     if dist.get_rank() == 0:
         run.model.save_pretrained(folder / "last")
         run.tokenizer.save_pretrained(folder / "last")
-    run.policy = None  # behind its group's end DDP's destructor may wait for ever
+    run.policy = None  # after the group's end DDP's destructor may wait for ever
     dist.destroy_process_group()
 
 
@@ -108,14 +109,14 @@ def read_config(arguments: list) -> dict:
     for argument in arguments:
         text = argument.replace("=", ": ", 1) if "=" in argument else Path(argument).read_text()
         config |= flatten(yaml.safe_load(text))
-    makes = yaml.safe_load(MAKES)
+    taken = yaml.safe_load(TAKEN)
     for key, value in config.items():
-        is_free = key in READ.split() or key[5:] in countdown.Options.model_fields
-        is_free |= key in known and key.startswith(("checkpoint.", "logging."))
-        if not is_free and (key not in known or (value or None) != makes.get(key)):
+        is_read = key in READ.split() or key in OPTIONS
+        is_read |= key in known and key.startswith(("checkpoint.", "logging."))
+        if not is_read and (key not in known or (value or None) not in taken.get(key, [None])):
             fail(f"{key} = {value}: plain.py does not compute that; main.py may")
-    if config["sampling.backend"] == "vllm" or config["validation.temperature"] == 0:
-        fail("sampling.backend = vllm and validation.temperature = 0 are main.py's")
+    if config["validation.temperature"] == 0:
+        fail("validation.temperature = 0: greedy samples are main.py's")
     return config
 
 
@@ -161,7 +162,7 @@ def build_run(config: dict) -> Run:
     tokenizer = Tokenizer.from_pretrained(config["model.name"])  # ids as in its tokenizer.json
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     end_ids = find_end_ids(model, tokenizer)
-    # In place of the hub's, which would leak into sampling, as would the default of top_k, 50.
+    # In place of the hub's, which would change sampling, as would the default of top_k, 50.
     model.generation_config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=end_ids)
     decay = config["training.weight_decay"]  # of matrices: it spares norms and biases
     groups = [{"params": [p], "weight_decay": decay * (p.ndim > 1)} for p in model.parameters()]
@@ -169,12 +170,12 @@ def build_run(config: dict) -> Run:
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=config["training.adam_eps"])
     policy = nn.parallel.DistributedDataParallel(model, forward_sync_buffers=False)
     autocast = partial(torch.autocast, device, torch.bfloat16, dtype == "bfloat16")
-    own = {k[5:]: config[k] for k in config if k[5:] in countdown.Options.model_fields}
-    return Run(config, countdown.Options(**own), tokenizer, model, policy, optimizer, autocast)
+    options = countdown.Options(**{OPTIONS[key]: config[key] for key in config.keys() & OPTIONS})
+    return Run(config, options, tokenizer, model, policy, optimizer, autocast)
 
 
 def find_end_ids(model: nn.Module, tokenizer: Tokenizer) -> list:
-    """What ends a completion: the tokens that the files name, and what a template ends turns by."""
+    """What ends a completion: the files' end tokens, and the special one behind a chat's turn."""
     ids = [tokenizer.eos_token_id]
     for named in (model.config.eos_token_id, model.generation_config.eos_token_id):
         ids += named if isinstance(named, list) else [named]
@@ -194,7 +195,7 @@ def train_step(run: Run, questions: list, step: int) -> dict:
     num_best, group_size = config["training.k_best_of_n"]
     first = ((step - 1) * dist.get_world_size() + dist.get_rank()) * num_mine
     asked = []
-    for position in range(first, first + num_mine):  # this rank's, in an endless order
+    for position in range(first, first + num_mine):  # in an order that is new in each epoch
         epoch, index = divmod(position, len(questions))
         order = np.random.default_rng([ORDER, seed, epoch]).permutation(len(questions))
         asked.append(((TRAINING, seed, position), questions[order[index]]))
@@ -206,12 +207,12 @@ def train_step(run: Run, questions: list, step: int) -> dict:
     for trajectory, advantage in zip(trajectories, advantages.flatten().tolist(), strict=True):
         trajectory.advantage = advantage
     rate = learning_rate_at(step, config)
-    update = update_policy(run, trajectories, num_mine * num_best, rate)
+    update = update_policy(run, trajectories, num_mine * num_best, rate)  # of grpo best = all
     return {"step": step, "train/lr": rate} | means_of(trajectories, "train") | update
 
 
 def learning_rate_at(step: int, config: dict) -> float:
-    """It rises in a line over the warm-up, then falls in a line to 0 behind the last step."""
+    """It rises in a line over the warm-up, then falls in a line to 0 after the last step."""
     rate = config["training.learning_rate"]
     num_warmup = config["training.warmup_steps"]
     if step <= num_warmup:
@@ -257,18 +258,18 @@ def sample_trajectories(run: Run, asked: list, shape: tuple, temperature: float)
 
 
 def encode_prompt(run: Run, question: dict) -> list:
-    """The token ids of a question, in the model's chat template if it has one."""
+    """The ids of a question and of the answer's begin, in the model's chat template, if any."""
     *chat, begun = countdown.generate_prompt(question, options=run.options)
     is_plain = run.tokenizer.chat_template is None
     text = "".join(message["content"] + "\n" for message in chat)
     if not is_plain:
         text = run.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    opened = re.search(r"(<\w+>)?\s*$", text)[1] or ""  # a template may open <think> itself
+    opened = re.search(r"(<\w+>)?\s*$", text)[1] or ""  # a template may begin it, by <think>
     text += begun["content"].replace(opened, "", 1)
     return run.tokenizer.encode(text, add_special_tokens=is_plain)  # a template has written them
 
 
-class Draw(LogitsProcessor):  # draws itself: generate's own draw, behind it, finds one token
+class Draw(LogitsProcessor):  # leaves generate's own draw one token: the others get -inf
     def __init__(self, uniforms: Tensor, temperature: float):
         self.columns = iter(uniforms.split(1, dim=1))
         self.temperature = temperature
@@ -281,7 +282,7 @@ class Draw(LogitsProcessor):  # draws itself: generate's own draw, behind it, fi
 
 def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens (B, 1) drawn from probabilities (B, V) by uniform numbers (B, 1) in [0, 1)."""
-    cdf = probs.double().cumsum(dim=-1)  # the first that exceeds the uniform number is drawn
+    cdf = probs.double().cumsum(dim=-1)  # the first to exceed uniform * total is drawn
     return torch.searchsorted(cdf, uniforms * cdf[:, -1:], right=True)
 
 
@@ -301,7 +302,7 @@ def reward(run: Run, question: dict, prompt_ids: list, token_ids: list) -> Traje
 
 def assign_advantages(rewards: Tensor, learning_type: str, num_best: int) -> Tensor:
     """What each completion teaches, by the rewards of its group; (N, G) to (N, G)."""
-    if learning_type == "sil":  # 1 for the best, the first ones on a tie
+    if learning_type == "sil":  # 1 for the best, even if all fail; on a tie the first ones
         order = rewards.argsort(dim=1, descending=True, stable=True)
         return torch.zeros_like(rewards).scatter(1, order[:, :num_best], 1.0)
     # GRPO, arXiv:2402.03300, without its division by the deviation: Dr. GRPO, arXiv:2503.20783
@@ -311,13 +312,12 @@ def assign_advantages(rewards: Tensor, learning_type: str, num_best: int) -> Ten
 
 
 def update_policy(run: Run, trajectories: list, num_rows: float, rate: float) -> dict:
-    """One optimizer step; `num_rows` are this rank's: of grpo all, of sil the best."""
+    """One optimizer step; `num_rows` are this rank's, those of advantage 0 too."""
     trained = [t for t in trajectories if t.advantage != 0.0]
     num_rows, num_trained = all_sum(num_rows, len(trained))
     if num_trained == 0:  # on all ranks: at a gradient of 0 AdamW would still move the weights
         return {}
-    if not trained:  # the other ranks wait for this one's gradient: one row, of weight 1 / inf
-        trained, num_rows = trajectories[:1], torch.inf
+    trained = trained or trajectories[:1]  # other ranks wait for a gradient: this row's is 0
     micro_batches = pack(trained, run.config["training.micro_batch_tokens"] or 2048)
     loss = accumulate_gradients(run.policy, micro_batches, partial(micro_batch_loss, run, num_rows))
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), run.config["training.max_grad_norm"])
@@ -344,8 +344,8 @@ def accumulate_gradients(policy: nn.Module, micro_batches: list, loss_of: partia
     """Add up the gradient of the loss of all micro-batches of all ranks; returns that loss."""
     losses = []
     for micro_batch in micro_batches:
-        # DDP averages over the ranks, where ours must add up: hence the factor. It does so in the
-        # last micro-batch alone, since ranks may have unequally many.
+        # DDP averages what each rank has added up, in the last micro-batch alone, since ranks may
+        # have unequally many. Over the ranks ours must add up too: hence the factor.
         with nullcontext() if micro_batch is micro_batches[-1] else policy.no_sync():
             loss = loss_of(micro_batch)
             (dist.get_world_size() * loss).backward()
@@ -370,7 +370,7 @@ def trained_tokens(trajectories: list) -> tuple[Tensor, Tensor, Tensor]:
     ids = [torch.tensor(t.token_ids) for t in trajectories]
     is_sampled = [torch.arange(len(t.token_ids)) >= t.num_prompt for t in trajectories]
     mask = pad_sequence(is_sampled, batch_first=True)
-    # Logits at column c predict the token at c + 1. columns: each whose next one a row trains.
+    # Logits at column c predict the token at c + 1. columns: those c where any row trains it.
     return pad_sequence(ids, batch_first=True), mask, mask[:, 1:].any(dim=0).nonzero()[:, 0]
 
 
@@ -386,7 +386,7 @@ def token_weights(mask: Tensor, num_rows: float, max_new_tokens: int) -> Tensor:
 
 
 def evaluate(run: Run, questions: list) -> dict:
-    """pass@1, the share of right completions, by random numbers that are the same each time."""
+    """pass@1, the share of right completions, by the same random numbers each time and seed."""
     config = run.config
     limit = config["validation.max_new_gen_tokens"] or config["training.max_new_gen_tokens"]
     shape = (config["validation.best_of_n"], limit)

@@ -559,11 +559,12 @@ def run_on_ranks(
         if failures or any(rank.exitcode not in (None, 0) for rank in ranks):
             break
         time.sleep(0.02)
+    codes = [rank.exitcode for rank in ranks]  # None: it still runs
     for rank in ranks:
         rank.join(timeout=5 if len(results) == num_ranks else 0)
         rank.kill()
     problem = "".join(f"\non rank {rank}: {text}" for rank, text in failures.items())
-    assert len(results) == num_ranks, f"only ranks {sorted(results)} finished{problem}"
+    assert len(results) == num_ranks, f"ranks {sorted(results)} finished, {codes}{problem}"
     return [results[rank] for rank in range(num_ranks)]
 
 
@@ -572,8 +573,9 @@ def run_rank(
 ):
     """The body of one rank's process."""
     begin_apart(environment)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    how = {"init_method": f"file://{store}", "rank": rank, "world_size": num_ranks}
     try:
+        dist.init_process_group("gloo", **how)
         value = function(World(rank=rank, size=num_ranks, device=CPU), *args)
     except BaseException:
         queue.put(pickle.dumps((rank, None, traceback.format_exc())))
