@@ -412,7 +412,8 @@ class LoggingSettings(Section):
     report_to: Annotated[list[Literal["mlflow", "wandb"]], BeforeValidator(as_list)] = []
     """Send metrics, settings and samples to other boards too: mlflow, wandb, or [mlflow, wandb].
     Addresses and credentials come from the environment or a .env file (MLFLOW_TRACKING_URI,
-    WANDB_API_KEY, WANDB_MODE=offline). If a board fails, the run warns once and stops using it."""
+    WANDB_API_KEY, WANDB_MODE=offline). If a board fails, the run warns once, and the board gets its
+    metrics later."""
     mlflow: bool = False
     """true is the same as mlflow in report_to."""
     experiment: Text = "plain-grpo"

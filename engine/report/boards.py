@@ -32,23 +32,26 @@ MLFLOW_ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "WARNING",  # else it prints two lines about a new database
 }
-SLOW_S = 20.0  # all ranks wait for rank 0; after two slower calls a board is switched off
+SLOW_S = 20.0  # all ranks wait for rank 0; two slower calls in a row are a failure
+PAUSE = 20  # times what a failed call has taken: to try again costs a run at most 5%
 
 
 class Board:
     """A run on a board: what its kinds share, and the guard that no call to a board can hurt a run.
 
-    After a call that fails, or two slow ones in a row, there is a warning and no other call; the
-    first may take long, since MLflow makes its database then. A resumed run repeats steps that it
-    has sent before, and boards cannot delete points. So a board keeps what was `last_sent` to it, a
-    step and whether its evaluation, and gets only what comes later.
+    After a call that fails, or two slow ones in a row, there is a warning, and for a while no other
+    call; then the board's run is begun again and gets the metrics that it has missed. The first may
+    take long, since MLflow makes its database then. A resumed run repeats steps that it has sent
+    before, and boards cannot delete points. So a board keeps what was `last_sent` to it, a step and
+    whether its evaluation, and gets only what comes later.
     """
 
     title: str  # in lower case, its package
     server: str  # the environment variable that has its server's address
     environment: ClassVar[dict[str, str]] = {}
     last_sent = (-1, False)
-    is_on = False  # from `open` on, until a call fails or the run ends
+    is_on = False  # from `open` on, but for the while after a failure, until the run ends
+    next_try_s = 0.0
     was_slow = False  # the last call, but for the first
 
     def __init__(self) -> None:
@@ -59,24 +62,36 @@ class Board:
 
     def open(self, folder: Path, about: dict, logger: Any) -> None:
         """Begin the board's run, or go on with the one whose id is in the folder; print where."""
-        about = about | {"params": unnest(about["params"], separator=".")}
-        self.is_on = True
+        self.folder = folder
+        self.about = about | {"params": unnest(about["params"], separator=".")}
         self.logger = logger
+        self.unsent: list[tuple[tuple[int, bool], Metrics]] = []
+        self.is_on = True
+        self._begin()
+
+    def _begin(self) -> None:
         with self._guard():
-            file = folder / f"{self.title.lower()}_run_id"
+            file = self.folder / f"{self.title.lower()}_run_id"
             known = file.read_text().strip() if file.exists() else None
-            run_id, address = self.start(known, folder, about)
+            run_id, address = self.start(known, self.folder, self.about)
             write_atomically(file, run_id + "\n")
-            logger.info(f"{self.title}: {address}")
+            self.logger.info(f"{self.title}: {address}")
+            self.is_on = True
         self.was_slow = False
 
     def log_metrics(self, moment: tuple[int, bool], metrics: Metrics) -> None:
-        """Send metrics of a step or, where `moment` says so, of the evaluation after it."""
-        if self.is_on and moment > self.last_sent:
-            # Boards would draw infinity as 1.8e308.
-            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        """Send what was missed and metrics of a step or, where `moment` says so, its evaluation."""
+        self.unsent.append((moment, metrics))
+        if not self.is_on and time.monotonic() > self.next_try_s:
+            self._begin()
+        while self.is_on and self.unsent:
+            moment, metrics = self.unsent[0]
             with self._guard():
-                self.send_metrics(*moment, finite)
+                if moment > self.last_sent:
+                    # Boards would draw infinity as 1.8e308.
+                    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                    self.send_metrics(*moment, finite)
+                del self.unsent[0]
 
     def log_samples(self, moment: tuple[int, bool], samples: list[dict]) -> None:
         if self.is_on and moment > self.last_sent:
@@ -93,7 +108,7 @@ class Board:
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
-        """Switch the board off, with a warning, where a call fails or two in a row are slow."""
+        """Leave the board alone for a while where a call fails or two in a row are slow."""
         started_s = time.monotonic()
         try:
             yield
@@ -102,13 +117,16 @@ class Board:
                 raise TimeoutError(f"two calls in a row took over {SLOW_S:.0f} s each")
             self.was_slow = is_slow
         except Exception as error:  # nothing that a board does may end a training run
-            self.is_on = False
+            self.next_try_s = time.monotonic() + PAUSE * (time.monotonic() - started_s)
             reason = str(error).rpartition("(Caused by ")[2].split("\n")[0]
             if "@" in os.getenv(self.server, ""):  # the reason may quote the password
                 reason = type(error).__name__
-            self.logger.warning(
-                f"{self.title} is off until the run ends, the run's own files go on: {reason[:300]}"
-            )
+            if self.is_on:  # else it has been said
+                self.logger.warning(
+                    f"{self.title} is away and gets its metrics later, the run's own files go on: "
+                    f"{reason[:300]}"
+                )
+            self.is_on = False
 
 
 class MlflowRun(Board):

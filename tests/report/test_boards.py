@@ -89,19 +89,26 @@ def test_a_board_shows_a_run_and_a_resumed_one_doubles_no_step(tmp_path, monkeyp
     assert not any("." in key for key in seen["samples"][0])  # MLflow shows such columns empty
 
 
-def test_a_board_that_was_away_gets_what_it_missed_when_the_run_is_resumed(tmp_path):
-    """Bug: MLflow had lost its server at step 3 of 8, and lacked steps 3 to 8 after the resume."""
-    log = start(tmp_path)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_board_that_was_away_gets_what_it_missed(is_resumed, tmp_path, monkeypatch, capfd):
+    """Bug: MLflow had lost its server at step 3 of 8, and lacked steps 3 to 8 to the end."""
+    monkeypatch.setattr(report_boards, "PAUSE", 0)
+    log = start(tmp_path, boards=[board := stand_in()])
     log.log_metrics(1, {"train/loss": 0.5})
+    board.last_sent = (1, False)  # as `start` finds it
+    board.start.side_effect = ConnectionError("Connection refused")
     log.log_metrics(2, {"train/loss": 0.25, "train/reward": float("nan")})
     log.log_metrics(2, {"eval/pass@1": 0.5})
-    board = stand_in()
-    board.last_sent = (1, False)
-    start(tmp_path, boards=[board], resume_step=3).log_metrics(4, {"train/loss": 0.125})
+    board.start.side_effect = None
+    board.start.reset_mock()
+    if is_resumed:
+        log = start(tmp_path, boards=[board], resume_step=3)
+    log.log_metrics(4, {"train/loss": 0.125})
     sent = [call.args for call in board.send_metrics.call_args_list[1:]]
     values = [{"train/loss": 0.25}, {"eval/pass@1": 0.5}, {"train/loss": 0.125}]
     moments = [(2, False), (2, True), (4, False)]
     assert sent == [(*moment, value) for moment, value in zip(moments, values, strict=True)]
+    assert capfd.readouterr().out.count("warning") == 1
 
 
 def test_wandb_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch):
@@ -139,7 +146,7 @@ def check_one_warning(
     """Three steps were logged: the board's failure is one line, and no row is missing."""
     out, err = capfd.readouterr()
     assert out.count("warning:") == 1 and len(out.splitlines()) == 1 and err == ""
-    state = f"{board} is off until the run ends, the run's own files go on"
+    state = f"{board} is away and gets its metrics later, the run's own files go on"
     assert out.startswith(f"warning: {state}: ")
     assert reason in out and "secret" not in out
     assert logged_steps(folder) == ([1, 2, 3],) * 2
@@ -153,8 +160,9 @@ def stand_in(**behaviour: object) -> Board:
     return board
 
 
-def test_a_board_that_has_failed_or_is_slow_is_not_called_again(tmp_path, monkeypatch, capfd):
+def test_a_board_that_has_failed_or_is_slow_is_not_called_at_once(tmp_path, monkeypatch, capfd):
     """Bug: MLflow made its database in 24 s, and one slow call switched it off for good."""
+    monkeypatch.setattr(report_boards, "PAUSE", 10**9)
     answers = [("1", "here"), None, None, ConnectionError("Connection refused")]
     failing, working = stand_in(side_effect=answers), stand_in()
     log = start(tmp_path, boards=[failing, working])
