@@ -10,6 +10,7 @@ repository is private unless --public is given.
 """
 
 import argparse
+import functools
 import warnings
 from fnmatch import fnmatch
 from pathlib import Path
@@ -20,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
-from engine.core.types import no_log
 from engine.model.adapters import quantization_config
 from engine.model.load import base_of, load_base_tokenizer
 from engine.run.card import merged_card
@@ -63,14 +63,15 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
-    _, tokenizer = load_base_tokenizer(config, no_log)  # the run has said what it says of it
+    log = functools.cache(print)  # what is said twice, once
+    _, tokenizer = load_base_tokenizer(config, log)
     file = model / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
     if is_adapter and (asked.merge or asked.in_4bit):
         what = "adapter" if model == run else "best model"
         if model != run:
             check_base(run)
-        plain, tokenizer = merged(config, no_log, dtype=torch.bfloat16)
+        plain, tokenizer = merged(config, log, dtype=torch.bfloat16)
         model, card = run / "merged", merged_card(card)
         save_model(plain, tokenizer, card, model)
         print(f"the {what}, merged: {model}")

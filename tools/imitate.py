@@ -32,9 +32,9 @@ from engine.core.files import json_line, write_atomically
 from engine.core.measures import Clock
 from engine.core.packages import import_package
 from engine.core.tensors import seeded
-from engine.core.types import Completion, SeedWord, Trajectory, no_log
+from engine.core.types import Completion, Log, SeedWord, Trajectory, no_log
 from engine.core.user_file import RewardError
-from engine.model.load import load_base_tokenizer, one_line_errors
+from engine.model.load import at_commit, load_base_tokenizer, one_line_errors
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream, are_others, fit_to_config, load_table, parse_table
 from engine.questions.prompts import completion_text, encode_prompts
@@ -51,6 +51,7 @@ from engine.run.mistakes import crashes_name_the_fix, mistakes_cost_one_line
 from engine.run.resume import make_folder
 from engine.run.state import Run
 from engine.update.optimizer import FP32, Outcome, learning_rate_at
+from logger import Logger
 from main import build_run, measure_policy, update_policy
 
 
@@ -68,8 +69,9 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     with mistakes_cost_one_line():
         config = imitating(options)
-        rows = read_answers(load_task(config.task), config, options.answers)
-        check_lengths(rows, config, options.answers)  # before a large model is loaded
+        log = Logger(rank=int(os.environ.get("RANK", "0"))).info
+        rows = read_answers(load_task(config.task), config, options.answers, log)
+        check_lengths(rows, config, options.answers, log)  # before a large model is loaded
         try:
             run = build_run(config)
             fit_to_config(run.task, config, run.logger.info, options.answers)
@@ -138,12 +140,12 @@ def make_room(run: Run) -> None:
         raise ValueError(f"{run.folder}: the disk is too small: {problem}: give another --out")
 
 
-def read_answers(task: Task, config: Config, source: str) -> list[dict]:
+def read_answers(task: Task, config: Config, source: str, log: Log = no_log) -> list[dict]:
     """The rows, each a `question` and a `completion`; ValueError names the first that is none."""
     if task.Environment is not None or task.load_examples is not None:
         problem = "its questions or turns stand in no file, so there is nothing to imitate"
         raise ConfigError(f"task.name = {config.task.name}: {problem}")
-    parse, table = functools.partial(parse_answer, task), load_table(source)
+    parse, table = functools.partial(parse_answer, task), load_table(source, log=log)
     # {} is every column
     form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse}, task.options)
     try:
@@ -173,9 +175,10 @@ def parse_answer(task: Task, row: dict, *, options: object) -> dict:
     return {"question": task.parse_row(row, options=options), "completion": completion}
 
 
-def check_lengths(rows: list[dict], config: Config, source: str) -> None:
+def check_lengths(rows: list[dict], config: Config, source: str, log: Log) -> None:
     """Raise ValueError, with their number, if completions have more tokens than the limit."""
     with one_line_errors(config.model.name):
+        config = config.replace(model=at_commit(config.model, log))
         _, tokenizer = load_base_tokenizer(config, no_log)
     lengths = [len(ids_of(row["completion"], tokenizer)) for row in rows]
     limit = config.training.max_new_gen_tokens

@@ -22,10 +22,15 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from engine.core.types import Log, no_log
 
-# By kind, name and revision: asked once, and on rank 0 alone, whose answers the others get
-COMMITS: dict[tuple[str, str, str | None], str | None] = {}
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-WEIGHTS += ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# What "model owner/name revision" means: asked once, and on rank 0 alone, whose answers others get
+COMMITS: dict[str, str | None] = {}
+BEGAN: dict[str, str] = {}  # the COMMITS with which the run began that goes on
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 LOG_IN = "run `hf auth login` or set HF_TOKEN"
 
 
@@ -38,16 +43,24 @@ def commit_of(
 ) -> str | None:
     """The commit that a branch, a tag or None (main) means on the hub; of a folder the revision.
 
-    `kind` is "model" or "dataset". If the hub does not answer, the cache's commit is used, which is
-    logged, and this process asks the hub no more. OSError, in one line with the fix, if the cache
-    lacks a model too; None for a dataset, which `datasets` may have in a cache of its own.
+    `kind` is "model" or "dataset". A run keeps the commit that it began with, and says where a
+    revision that is given means another one now. If the hub does not answer, the cache's commit is
+    used, which is logged, and this process asks the hub no more. OSError, in one line with the fix,
+    if the cache lacks a model too; None for a dataset, which `datasets` may have in its own cache.
     """
     if Path(name).exists() or name.count("/") > 1:  # a folder, which may be gone
         return revision
-    key = kind, name, revision
+    key = f"{kind} {name} {revision}"
     if key not in COMMITS:
-        COMMITS[key] = commit = find_commit(*key, log)
-        COMMITS[kind, name, commit] = commit
+        began = BEGAN.get(key)
+        asked = began if began and is_offline_mode() else revision or began
+        commit = find_commit(kind, name, asked, log)
+        if began not in (None, commit):
+            log(
+                f"{name}: {revision} is now commit {commit}, this run goes on with its own, {began}"
+            )
+        COMMITS[key] = commit = began or commit
+        COMMITS[f"{kind} {name} {commit}"] = commit
     return COMMITS[key]
 
 

@@ -16,7 +16,8 @@ from engine.core.hub import commit_of
 from engine.core.packages import import_package
 from engine.model.folders import version_of
 
-MAMBA = ("falcon_h1", "nemotron_h")  # a kernel passes by what is added to out_proj: peft refuses
+# A kernel passes by what is added to out_proj: peft refuses
+MAMBA = {"falcon_h1": ["out_proj"], "nemotron_h": ["out_proj"]}
 
 
 def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -41,34 +42,28 @@ def keep_4bit_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def adapter_config(settings: ModelSettings) -> Any:
-    """The peft.LoraConfig that the config asks for. Raises ValueError if peft is missing."""
-    peft = import_package("peft", key="model.lora")
+def add_adapter(model: nn.Module, settings: ModelSettings, *, seed: int) -> None:
+    """Freeze the model and add an adapter B A, of fp32 weights; ValueError for a layer it lacks."""
     lora = settings.lora
-    return peft.LoraConfig(
+    is_everywhere = lora.target_modules == "all-linear"
+    head = model.get_output_embeddings()
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
+    layers = [f".{name}" for name, module in linear.items() if module is not head]
+    for target in () if is_everywhere else lora.target_modules:  # each the end of a layer's path
+        if not any(name.endswith(f".{target}") for name in layers):
+            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
+    described = import_package("peft", key="model.lora").LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
+        exclude_modules=MAMBA.get(model.config.model_type) if is_everywhere else None,
         task_type="CAUSAL_LM",
         revision=settings.revision,
     )
-
-
-def add_adapter(model: nn.Module, described: Any, *, seed: int) -> None:
-    """Freeze the model and add an adapter B A, of fp32 weights; ValueError for a layer it lacks."""
-    head = model.get_output_embeddings()
-    targets = described.target_modules
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
-    layers = [f".{name}" for name, module in linear.items() if module is not head]
-    for target in targets if targets != "all-linear" else ():  # each the end of a layer's path
-        if not any(name.endswith(f".{target}") for name in layers):
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # A is drawn; B starts at zero, so the model is unchanged
-        if model.config.model_type in MAMBA and described.target_modules == "all-linear":
-            described.exclude_modules = ["out_proj"]
         model.add_adapter(described)
     name_base(model, described)
     if isinstance(described.target_modules, set):  # its order, in the saved file, would be chance
@@ -98,8 +93,8 @@ def load_by_peft(model: nn.Module, settings: ModelSettings, *, is_trainable: boo
     """
     peft = import_package("peft", key="it is an adapter")
     described = peft.PeftConfig.from_pretrained(settings.name, revision=settings.revision)
-    base = described.base_model_name_or_path, described.revision
-    described.revision = commit_of(*base)  # an adapter that is trained on is saved with it
+    # An adapter that is trained on is saved with its base's commit.
+    described.revision = commit_of(described.base_model_name_or_path, described.revision)
     described.inference_mode = not is_trainable
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         peft_model = peft.PeftModel(model, described)  # reads what transformers has renamed

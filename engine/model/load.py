@@ -19,11 +19,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.configuration_utils import PretrainedConfig
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation import GenerationConfig
 from transformers.utils import cached_file, find_adapter_config_file
 from transformers.utils import logging as transformers_logging
-from transformers.utils.quantization_config import BitsAndBytesConfig
 
 from engine.core.config import Config, ModelSettings
 from engine.core.hub import commit_of, fetch_weights
@@ -47,7 +45,10 @@ def load_model_and_tokenizer(
     compute_dtype: torch.dtype | None = None,
     key: str = "model.name",  # which names it
 ) -> tuple[nn.Module, PreTrainedTokenizerFast, torch.dtype]:
-    """The model on the device, with any adapter; its tokenizer; the dtype that it computes in."""
+    """The model on the device, with any adapter; its tokenizer; the dtype that it computes in.
+
+    Its weights are in fp32 if all of them are trained, else in that dtype.
+    """
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings = config.model.source
@@ -55,67 +56,16 @@ def load_model_and_tokenizer(
     dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher is not None:
         check_teacher(config, log)  # its tokens, before any weights are loaded
+    if is_training and settings.lora is not None:
+        import_package("peft", key="model.lora")
     with one_line_errors(config.model.name, key=key):
         check_folder(settings.name)
         config = config.replace(model=at_commit(config.model, log))
         settings = config.model.source
         base, tokenizer = load_base_tokenizer(config, log)
-    is_new_adapter = is_training and settings.lora is not None and base is None
-    if is_new_adapter:
-        from engine.model import adapters  # off by default
-
-        described = adapters.adapter_config(settings)
-    model = load_frozen_or_trained(config, base, tokenizer, dtype, device, log, key=key)
-    is_auto = settings.compute_dtype == "auto" and dtype == torch.float16
-    if is_auto and not supports_dtype(model, torch.float16):
-        log("in float16 this model's logits are not finite, or far off: float32 is used")
-        del model  # there may be no room for two
-        dtype = torch.float32
-        model = load_frozen_or_trained(config, base, tokenizer, dtype, device, log, key=key)
-    if is_new_adapter:
-        adapters.add_adapter(model, described, seed=config.training.seed)
-    return model, tokenizer, dtype
-
-
-def load_frozen_or_trained(
-    config: Config,
-    base: ModelSettings | None,  # if the model is an adapter
-    tokenizer: PreTrainedTokenizerFast,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    log: Log,
-    *,
-    key: str,
-) -> nn.Module:
-    """The model in fp32 if all of it is trained, else in the dtype that it computes in."""
-    settings = config.model.source
-    is_training = config.mode == "train"
-    is_plain = base is None and not settings.load_in_4bit
-    quantization = None
-    if not is_plain:
-        from engine.model import adapters  # off by default
-    if settings.load_in_4bit:
-        quantization = adapters.quantization_config(device, compute_dtype)
-    is_trained = is_training and is_plain and settings.lora is None
-    dtype = torch.float32 if is_trained else compute_dtype
-    with one_line_errors(config.model.name, key=key):
-        model_config = load_model_config(base or settings)
-        is_quantized = bool(model_config.to_dict().get("quantization_config"))
-        if is_quantized and is_training:
-            raise ValueError("its weights are quantised; give the model that it was made from")
-        in_host = device.type != "cuda" or settings.shard
-        if in_host and quantization is None and not is_quantized:
-            check_host_memory(model_config, base or settings, config, dtype)
-        model = load_model(
-            model_config,
-            base or settings,
-            dtype=dtype,
-            quantization=quantization,
-            device=device,
-            log=log,
-        )
-        if quantization is not None:
-            adapters.keep_4bit_layout(model)
+        is_whole = is_training and base is None and settings.lora is None
+        own = torch.float32 if is_whole and not settings.load_in_4bit else dtype
+        model = load_model(base or settings, config, dtype=own, device=device, log=log)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
         check_vocabulary(model, tokenizer, log)
         # transformers fills the open fields of a generation config from the model's own: empty it
@@ -124,8 +74,20 @@ def load_frozen_or_trained(
         )
         check_causal(model)
         if base is not None:
-            adapters.load_adapter(model, settings, is_trainable=is_training)
-    return model
+            from engine.model.adapters import load_adapter  # off by default
+
+            load_adapter(model, settings, is_trainable=is_training)
+    is_auto = settings.compute_dtype == "auto" and dtype == torch.float16
+    if is_auto and not supports_dtype(model, torch.float16):
+        log("in float16 this model's logits are not finite, or far off: float32 is used")
+        del model  # there may be no room for two
+        how = {"compute_dtype": torch.float32, "key": key}
+        return load_model_and_tokenizer(config, device, no_log, **how)  # the rest has been said
+    if is_training and settings.lora is not None and base is None:
+        from engine.model import adapters
+
+        adapters.add_adapter(model, settings, seed=config.training.seed)
+    return model, tokenizer, dtype
 
 
 def load_base_tokenizer(
@@ -173,12 +135,11 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
     """
     saved = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
     name = saved.get("base_model_name_or_path") or ""
-    revision = saved.get("revision")
     if os.path.isabs(name) and Path(name).name == "base":
         for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/
             if (folder / "base/config.json").is_file():
-                return str(folder / "base"), revision
-    return name, revision
+                name = str(folder / "base")
+    return name, saved.get("revision")
 
 
 def check_base(base: ModelSettings, log: Log) -> None:
@@ -262,13 +223,13 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
-    code = str(getattr(model_config, "auto_map", "")) if settings.trust_remote_code else ""
-    for other in re.findall(r"[\w.-]+/[\w.-]+(?=--)", code):
-        if other != settings.name:
-            raise ValueError(
-                f"its code is in {other}, whose commit no run keeps: copy model and code into one "
-                "folder, and take that name out of auto_map"
-            )
+    code = str(getattr(model_config, "auto_map", ""))
+    others = {*re.findall(r"[\w.-]+/[\w.-]+(?=--)", code)} - {settings.name}
+    if others and settings.trust_remote_code:
+        raise ValueError(
+            f"its code is in {min(others)}, whose commit no run keeps: copy model and code into "
+            "one folder, and take that name out of auto_map"
+        )
     for key, value in model_config.to_dict().items():
         if isinstance(value, float) and ("dropout" in key or key.endswith("pdrop")):
             setattr(model_config, key, 0.0)
@@ -287,15 +248,12 @@ def check_host_memory(
     num_bytes = dtype.itemsize  # of each weight
     if config.mode == "train" and settings.lora is None and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
-    own_code = getattr(model_config, "auto_map", {}).get("AutoModelForCausalLM")
+    how = {"attn_implementation": settings.attn_implementation}
+    if base.trust_remote_code and "AutoModelForCausalLM" in getattr(model_config, "auto_map", ()):
+        # Else it takes the code of main, and registers it for the weights too.
+        how |= {"trust_remote_code": True, "code_revision": base.revision}
     with torch.device("meta"):  # shapes alone, which take no memory
-        if own_code and base.trust_remote_code:
-            # from_config would take the code of main, and register it for the weights too
-            how = {"revision": base.revision}
-            model = get_class_from_dynamic_module(own_code, base.name, **how)(model_config)
-        else:
-            attention = settings.attn_implementation
-            model = AutoModelForCausalLM.from_config(model_config, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(model_config, **how)
     needed = num_bytes * model.num_parameters()  # tied embeddings count once
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_processes
@@ -307,15 +265,20 @@ def check_host_memory(
 
 
 def load_model(
-    model_config: PretrainedConfig,
-    settings: ModelSettings,
-    *,
-    dtype: torch.dtype,
-    quantization: BitsAndBytesConfig | None,
-    device: torch.device,
-    log: Log,
+    settings: ModelSettings, config: Config, *, dtype: torch.dtype, device: torch.device, log: Log
 ) -> nn.Module:
     """The model with all its weights, on the device; with model.shard, on the CPU."""
+    model_config = load_model_config(settings)
+    is_quantized = bool(model_config.to_dict().get("quantization_config"))
+    if is_quantized and config.mode == "train":
+        raise ValueError("its weights are quantised; give the model that it was made from")
+    quantization = None
+    if settings.load_in_4bit:
+        from engine.model import adapters  # off by default
+
+        quantization = adapters.quantization_config(device, dtype)
+    elif not is_quantized and (device.type != "cuda" or settings.shard):
+        check_host_memory(model_config, settings, config, dtype)
     fetch_weights(settings.name, settings.revision, log)
     model, loading = AutoModelForCausalLM.from_pretrained(
         settings.name,
@@ -340,7 +303,9 @@ def load_model(
             f"warning: {len(unused)} weights in the files, such as {unused[0]}, are ignored: its "
             "config.json describes a model without them"
         )
-    if quantization is None:
+    if settings.load_in_4bit:
+        adapters.keep_4bit_layout(model)
+    else:
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     if settings.gradient_checkpointing:
         recompute(model)

@@ -13,7 +13,7 @@ from engine.core.context import context_of
 from engine.core.distributed import World
 from engine.core.types import Log, Sampler, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
-from engine.model.precision import make_grad_scaler
+from engine.model.precision import GROWTH_INTERVAL, INIT_SCALE
 from engine.model.probes import supports_chunked_head
 from engine.sampling.sampler import choose_loop, copy_in, sample_by_loop
 
@@ -41,7 +41,13 @@ class Policy:
 
     @functools.cached_property
     def grad_scaler(self) -> torch.amp.GradScaler:
-        return make_grad_scaler(self.compute_dtype, self.model.device)
+        """For arithmetic in float16; else it is off, a factor of 1."""
+        return torch.amp.GradScaler(
+            self.model.device.type,
+            init_scale=INIT_SCALE,
+            growth_interval=GROWTH_INTERVAL,
+            enabled=self.compute_dtype == torch.float16,
+        )
 
     @property
     def is_in_ddp(self) -> bool:
@@ -132,10 +138,10 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
     policy.is_in_training = config.mode == "train"
     steady = context_of(model, is_steady=True)
     if steady != context_of(model):
-        means = "beyond it a text depends on the rows beside it"
-        if policy.is_in_training:
-            means = "that is its context in training"
-        log(f"warning: this model's positions turn otherwise from {steady:,} tokens on: {means}")
+        log(
+            f"warning: this model's positions turn otherwise from {steady:,} tokens on: that is "
+            "its context in training, and beyond it a text depends on the rows beside it"
+        )
     if config.mode == "train" and config.model.teacher is not None:
         load_teacher(policy, config, world, log)
     return policy

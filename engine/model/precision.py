@@ -32,13 +32,3 @@ def gains_by_bf16(model: nn.Module) -> bool:
     """Whether a model in fp32 is faster in bf16 on this CPU, at logits near those in fp32."""
     is_large = getattr(model.config, "hidden_size", 0) >= MIN_SIZE
     return multiplies_bf16() and is_large and supports_dtype(model, torch.bfloat16)
-
-
-def make_grad_scaler(compute_dtype: torch.dtype, device: torch.device) -> torch.amp.GradScaler:
-    """For arithmetic in float16; else it is off, a factor of 1."""
-    return torch.amp.GradScaler(
-        device.type,
-        init_scale=INIT_SCALE,
-        growth_interval=GROWTH_INTERVAL,
-        enabled=compute_dtype == torch.float16,
-    )

@@ -65,7 +65,7 @@ class Board:
         self.folder = folder
         self.about = about | {"params": unnest(about["params"], separator=".")}
         self.logger = logger
-        self.unsent: list[tuple[tuple[int, bool], Metrics]] = []
+        self.unsent = []  # moments and metrics
         self.is_on = True
         self._begin()
 
@@ -87,9 +87,8 @@ class Board:
         while self.is_on and self.unsent:
             moment, metrics = self.unsent[0]
             with self._guard():
-                if moment > self.last_sent:
-                    # Boards would draw infinity as 1.8e308.
-                    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+                if moment > self.last_sent:  # boards would draw infinity as 1.8e308
+                    finite = {n: value for n, value in metrics.items() if math.isfinite(value)}
                     self.send_metrics(*moment, finite)
                 del self.unsent[0]
 

@@ -25,6 +25,7 @@ from engine.model.folders import hash_of_folder
 from engine.model.load import find_base, of_teacher, one_line_errors
 from engine.questions.contract import Task
 from engine.questions.tables import split_source
+from engine.questions.tasks import load_task
 from engine.run.folder import run_name
 
 COUNTDOWN = ROOT / "countdown.py"
@@ -55,8 +56,8 @@ def of_files(
     with one_line_errors(source.name, key=key):
         base = find_base(source)
     if base is not None:
-        config = config.replace(model=base)
-        found[f"{what}'s base"] = of_model(config, with_weights=with_weights)
+        of_base = config.replace(model=base)
+        found[f"{what}'s base"] = of_model(of_base, with_weights=with_weights)
     return found
 
 
@@ -84,10 +85,10 @@ def of_own_code(task: Task, training: TrainingSettings) -> str:
     files = {Path(file).resolve() for file in named}
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
     folders |= {Path.cwd()} if folders else set()
+    names = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
     # Most of the thousands are installed; torch has some whose file, such as _ops.py, is nowhere.
-    names = {str(getattr(m, "__file__", "")) for m in [*sys.modules.values()] if folders}
-    loaded = (Path(name) for name in names if not name.startswith(INSTALLED))
-    loaded = {path.resolve() for path in loaded if path.suffix == ".py" and path.is_file()}
+    sources = [n for n in names if n.endswith(".py") and not n.startswith(INSTALLED)]
+    loaded = {Path(name).resolve() for name in sources if Path(name).is_file()}
     files |= {f for f in loaded if lies_in(f, folders) and not lies_in(f, NOT_OWN)}
     content = b"".join(file.read_bytes() for file in sorted(files, key=str))
     return hashlib.sha256(content).hexdigest()[:16]
@@ -102,15 +103,12 @@ def check_same_everywhere(config: Config, world: World) -> None:
     if world.size == 1:
         return
     values = {k: v for k, v in dotted_values(config).items() if not k.startswith(MAY_DIFFER)}
-    packages = {"torch": torch.__version__, "transformers": transformers.__version__}
-    mine = {k: show(v) for k, v in values.items()} | packages
-    own = [module for name, module in sys.modules.items() if name.startswith("user_task_")]
-    files = [ROOT / "main.py", ROOT / "countdown.py", *ROOT.glob("engine/**/*.py")]
-    named = {str(file.relative_to(ROOT)): file for file in files}
-    named |= {Path(module.__file__).name: Path(module.__file__) for module in own}
-    for name, file in named.items():
-        mine[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    check_equal(mine, world, "the same code, config and packages")
+    mine = {key: show(value) for key, value in values.items()}
+    mine |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    mine[OWN_CODE] = of_own_code(load_task(config.task), config.training)
+    for file in [ROOT / "main.py", COUNTDOWN, *ROOT.glob("engine/**/*.py")]:
+        mine[str(file.relative_to(ROOT))] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    check_equal(mine, world)
 
 
 def check_same_files(config: Config, world: World) -> None:
@@ -125,10 +123,10 @@ def check_same_files(config: Config, world: World) -> None:
         mine = of_files(config, with_weights=True)
         if config.mode == "train" and config.model.teacher is not None:
             mine |= of_files(of_teacher(config), "model.teacher", with_weights=True)
-    check_equal(mine, world, "the same files")
+    check_equal(mine, world)
 
 
-def check_equal(mine: dict[str, str], world: World, what: str) -> None:
+def check_equal(mine: dict[str, str], world: World) -> None:
     """Raises ValueError on all ranks for the first value that a rank, if it has any, has alone."""
     (first, there), *others = world.gather((mine, socket.gethostname()))
     for rank, (theirs, host) in enumerate(others, start=1):
@@ -136,23 +134,33 @@ def check_equal(mine: dict[str, str], world: World, what: str) -> None:
             if first.get(name) != theirs.get(name):
                 raise ValueError(
                     f"{name} is {theirs.get(name)} on rank {rank} ({host}), {first.get(name)} on "
-                    f"rank 0 ({there}): give all nodes {what}"
+                    f"rank 0 ({there}): give all nodes the same files, config and packages"
                 )
 
 
 # What may name other places on another node
 MAY_DIFFER = ("run.dir", "model.name", "model.teacher", "task.train", "task.eval", "logging.")
 # These keys may change when a run is resumed. Changing any other key is refused.
-FREE_KEYS = ("mode", "training.num_steps", "training.num_epochs", "training.stop_on_collapse")
-FREE_KEYS += ("validation.every", "validation.pass_k")
+FREE_KEYS = (
+    "mode",
+    "training.num_steps",
+    "training.num_epochs",
+    "training.stop_on_collapse",
+    "validation.every",
+    "validation.pass_k",
+)
 FREE_SECTIONS = ("checkpoint.", "logging.", "run.")
+OWN_CODE = "the code of the task, its reward or the algorithm"
 # So may these, which save memory. They change how sums are rounded, and LoRA's dropout masks.
-ROUNDING_KEYS = ("training.micro_batch_tokens", "sampling.max_batch_tokens")
-ROUNDING_KEYS += ("model.gradient_checkpointing", "sampling.vllm_memory_gb")
+ROUNDING_KEYS = (
+    "training.micro_batch_tokens",
+    "sampling.max_batch_tokens",
+    "model.gradient_checkpointing",
+    "sampling.vllm_memory_gb",
+    OWN_CODE,
+)
 # What stood where null now leaves it to the hardware: on a CPU it is still that
 BEFORE_NULL = {"training.micro_batch_tokens": 2048, "model.gradient_checkpointing": False}
-OWN_CODE = "the code of the task, its reward or the algorithm"
-ROUNDING_KEYS += (OWN_CODE,)
 
 
 def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
@@ -160,7 +168,8 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
     now = dotted_values(config) | (rests_on or {})  # such as hashes
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
     for key, value in BEFORE_NULL.items():
-        saved[key] = now[key] if (now[key], saved[key]) == (None, value) else saved[key]
+        if now[key] is None and saved[key] == value:
+            saved[key] = None
     for key in ("model.revision", "model.teacher_revision"):
         if not is_commit(saved[key]):  # an older version kept the name of a branch, or nothing
             saved[key] = now[key]

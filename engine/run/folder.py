@@ -7,6 +7,7 @@ from pathlib import Path
 from engine import ROOT
 from engine.core.config import Config
 
+COMMITS_FILE = "commits.json"  # what the names of models and data sets on the hub meant
 MADE_OF = "made_of.json"  # in base/, the sum of an adapter: the hashes of what it was derived from
 
 

@@ -14,27 +14,26 @@ A config is checked as soon as what the question needs is there:
 """
 
 import contextlib
+import json
 import os
 import socket
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, is_offline_mode
-from transformers.utils import find_adapter_config_file
 
 from engine.core.config import (
     Config,
     ConfigError,
-    ModelSettings,
     check_world,
     differences,
     dotted_values,
 )
 from engine.core.distributed import World, order_ddp_buckets
-from engine.core.hub import COMMITS, commit_of, is_commit
+from engine.core.files import write_atomically
+from engine.core.hub import BEGAN, COMMITS, commit_of, is_commit
 from engine.core.types import Log, no_log
-from engine.model.load import base_of, find_base, one_line_errors
+from engine.model.load import at_commit, find_base, one_line_errors
 from engine.model.precision import gains_by_bf16, multiplies_bf16
 from engine.questions.tables import is_on_hub, split_source
 from engine.questions.tasks import load_task
@@ -42,7 +41,7 @@ from engine.run.checkpoint import load_state, newest_whole
 from engine.run.config_file import dump, read_file, section_of
 from engine.run.fingerprint import check_same_everywhere, check_same_files
 from engine.run.fit import check_room, fit_micro_batches
-from engine.run.folder import MADE_OF, command, run_folder, run_name
+from engine.run.folder import COMMITS_FILE, command, run_folder, run_name
 from engine.run.log import write_settings
 from engine.run.remarks import remark_at_start
 from engine.run.resume import make_folder, resume
@@ -75,6 +74,7 @@ def open_or_resume(run: Run) -> None:
     if run.world.is_main:  # with what auto has chosen, so that mode=evaluate computes the same
         chosen = {"compute_dtype": str(run.policy.compute_dtype).removeprefix("torch.")}
         write_settings(run.folder, config.replace(model=config.model.replace(**chosen)))
+        write_atomically(run.folder / COMMITS_FILE, json.dumps(COMMITS, indent=1))
     run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
     if not run.is_resumed:
         remark_at_start(run)
@@ -148,34 +148,33 @@ def pin(config: Config, world: World, log: Log = no_log) -> Config:
 
 def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     """The values to fill in, by section, all commits, and whether the hub is asked no more."""
-    file = run_folder(config) / "config.yaml"
+    folder = run_folder(config)
+    file = folder / "config.yaml"
     began = read_file(file) if file.is_file() else {}
-    newest = newest_whole(run_folder(config) / "checkpoints")
-    rests_on = {}
-    with contextlib.suppress(ValueError, KeyError):  # resuming will say it better
-        rests_on = load_state(newest)["config"] if newest else {}
-    if (made_of := run_folder(config) / "base" / MADE_OF).is_file():
-        rests_on |= read_file(made_of)
     model = section_of(began, "model")
-    task = section_of(began, "task")
-    day = config.task.template_date or str(task.get("template_date") or date.today())
-    pins = {"model": {}, "task": {"template_date": day}}
+    file = folder / COMMITS_FILE
+    BEGAN.clear()
+    if file.is_file():
+        BEGAN.update(read_file(file))
+    elif is_commit(model.get("revision")):  # of an older version
+        BEGAN[f"model {model['name']} None"] = model["revision"]
+    day = config.task.template_date or section_of(began, "task").get("template_date")
+    pins = {"model": {}, "task": {"template_date": str(day or date.today())}}
     is_training = config.mode == "train"
-    if is_training and config.model.compute_dtype in ("auto", model.get("compute_dtype")):
+    newest = newest_whole(folder / "checkpoints")
+    given = config.model.compute_dtype
+    if is_training and newest and given in ("auto", model.get("compute_dtype")):
         # config.yaml has what auto chose, and a checkpoint auto itself.
-        chosen = rests_on.get("model.compute_dtype", config.model.compute_dtype)
-        pins["model"]["compute_dtype"] = chosen
+        with contextlib.suppress(ValueError, KeyError):  # resuming will say it better
+            pins["model"]["compute_dtype"] = load_state(newest)["config"]["model.compute_dtype"]
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
         name = getattr(config.model, key)
-        files = f"the files of model.{key}"
         if name is not None:
-            kept = rests_on | {"revision": model.get(which)} if model.get(key) == name else {}
-            known = [kept.get(files), kept.get("revision")]
             with one_line_errors(name, key=f"model.{key}"):
-                commit = own_commit(name, getattr(config.model, which), known, log)
-                settings = config.model.replace(name=name, revision=commit)
-                look_up_base(settings, kept.get(f"{files}'s base"), log)
-            pins["model"][which] = commit
+                named = config.model.replace(name=name, revision=getattr(config.model, which))
+                named = at_commit(named, log)
+                find_base(named, log)
+            pins["model"][which] = named.revision
     sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]
     if load_task(config.task).load_examples is not None:
         sources = []  # the task says what a source is
@@ -183,32 +182,7 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
         source = getattr(config.task, key)
         if is_on_hub(source):
             name, revision, part = split_source(source)
-            before = split_source(str(task.get(key)))
-            known = [before[1]] if before[::2] == (name, part) else []
             with one_line_errors(source, key=f"task.{key}"):
-                commit = own_commit(name, revision, known, log, kind="dataset")
+                commit = commit_of(name, revision, kind="dataset", log=log)
             pins["task"][key] = f"{name}@{commit}{part}" if commit else source
     return pins, COMMITS, is_offline_mode()
-
-
-def own_commit(
-    name: str, given: str | None, known: list[str | None], log: Log, *, kind: str = "model"
-) -> str | None:
-    """The first commit in `known`, with which the run began, or that which `given` means now."""
-    began = next(filter(is_commit, known), None)
-    if began is None or is_commit(given):
-        return commit_of(name, given, kind=kind, log=log)
-    is_asked = given is not None and not is_offline_mode()
-    now = commit_of(name, given if is_asked else began, kind=kind, log=log)
-    if now != began:
-        log(f"{name}: {given} is now commit {now}, this run goes on with its own, {began}")
-    return began
-
-
-def look_up_base(settings: ModelSettings, began: str | None, log: Log) -> None:
-    """Put an adapter's base into COMMITS, at the commit that the run began with, if it has."""
-    described = find_adapter_config_file(settings.name, revision=settings.revision)
-    if described is not None and is_commit(began):
-        name, revision = base_of(Path(described).parent)
-        COMMITS["model", name, revision] = COMMITS["model", name, began] = began
-    find_base(settings, log)

@@ -152,6 +152,7 @@ def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
     COMMITS.clear()  # another process
     assert pin(config, alone()) == settled
     for override, digit in (("run.name=y", "2"), (f"model.revision={'c' * 40}", "c")):
+        COMMITS.clear()
         other = make_config(f"run.dir={tmp_path}", "run.name=x", "model.name=a/b", override)
         assert pin(other, alone()).model.revision == digit * 40
     branch = make_config("model.name=a/b", "model.revision=main")
