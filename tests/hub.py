@@ -156,11 +156,11 @@ class Answer(BaseHTTPRequestHandler):
     def create(self) -> None:
         asked = json.loads(self.body)
         path = f"models/{asked['organization']}/{asked['name']}"
-        is_there = path in self.server.repositories
-        if not is_there:
-            self.server.add(path, {".gitattributes": b""})
-            self.server.repositories[path].is_private = asked["visibility"] == "private"
-        self.send(409 if is_there else 200, {"url": f"{self.server.address}/{path}"})
+        if path in self.server.repositories:
+            return self.send(409, {"url": f"{self.server.address}/{path}"})
+        self.server.add(path, {".gitattributes": b""})
+        self.server.repositories[path].is_private = asked["visibility"] == "private"
+        self.send(200, {"url": f"{self.server.address}/{path}"})
 
     def validate(self) -> None:
         metadata = json.loads(self.body)["content"].split("---")[1]
@@ -169,17 +169,15 @@ class Answer(BaseHTTPRequestHandler):
         self.send(400 if errors else 200, {"errors": errors, "warnings": []})
 
     def preupload(self, path: str, revision: str) -> None:
-        files = [{"path": file["path"]} for file in json.loads(self.body)["files"]]
-        for file in files:
-            file["uploadMode"] = "lfs" if file["path"].endswith(LARGE) else "regular"
-        self.send(200, {"files": [file | {"shouldIgnore": False} for file in files]})
+        names = [file["path"] for file in json.loads(self.body)["files"]]
+        modes = {n: "lfs" if n.endswith(LARGE) else "regular" for n in names}
+        files = [{"path": n, "uploadMode": modes[n], "shouldIgnore": False} for n in names]
+        self.send(200, {"files": files})
 
     def batch(self, path: str) -> None:
         objects = json.loads(self.body)["objects"]
-        for each in objects:
-            if each["oid"] not in self.server.large:
-                href = f"{self.server.address}/large/{each['oid']}"
-                each["actions"] = {"upload": {"href": href}}
+        for each in (each for each in objects if each["oid"] not in self.server.large):
+            each["actions"] = {"upload": {"href": f"{self.server.address}/large/{each['oid']}"}}
         self.send(200, {"transfer": "basic", "objects": objects})
 
     def push(self, path: str, revision: str) -> None:

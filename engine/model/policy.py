@@ -134,15 +134,15 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
     else:
         sampler = sample_by_loop(config, model, dtype, world)
         sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
-    policy = Policy(model, sampler, tokenizer, params, dtype)
-    policy.is_in_training = config.mode == "train"
+    is_training = config.mode == "train"
+    policy = Policy(model, sampler, tokenizer, params, dtype, is_in_training=is_training)
     steady = context_of(model, is_steady=True)
     if steady != context_of(model):
         log(
             f"warning: this model's positions turn otherwise from {steady:,} tokens on: that is "
             "its context in training, and beyond it a text depends on the rows beside it"
         )
-    if config.mode == "train" and config.model.teacher is not None:
+    if is_training and config.model.teacher is not None:
         load_teacher(policy, config, world, log)
     return policy
 

@@ -1,6 +1,7 @@
 """The hub, by its real client: which commit is used, what is asked for, what is said and pushed."""
 
 import importlib
+import json
 import os
 import re
 import resource
@@ -161,11 +162,18 @@ def test_the_repository_moves_and_the_run_goes_on(
 @pytest.mark.slow
 def test_what_is_pushed_is_what_is_loaded(hub, python, rotary_model_folder, data, tmp_path):
     """Bugs: a merged model pushed over its adapter left that in force; a source with configuration
-    and split made a card that the hub refuses, behind an empty repository."""
+    and split made a card that the hub refuses, behind an empty repository; imitate read the
+    tokenizer of main before it had asked for main's commit."""
     fill(hub, tmp_path / "files", rotary_model_folder, rotary_model_folder, 4)
     rows = [f"task.{key}=a/rows:default:train" for key in ("train", "eval")]
     given = [*arguments(tmp_path, "a/m", *rows), "training.num_steps=1", "model.lora={r: 2}"]
     python(PROGRAM, "{}", *given)
+    asked = hub.repositories["datasets/a/rows"].files["train.jsonl"]
+    hub.add("datasets/a/answers", {"a.jsonl": asked.replace(b"}", b', "completion": "1"}')})
+    hub.taken()
+    python("tools/imitate.py", "a/m", "a/answers", "--steps=1", f"--out={tmp_path}/y", *given[:-2])
+    lookups = [line for line in hub.taken() if "/main/" in line]
+    assert len(lookups) == 3 and all(re.match("HEAD .*/config.json$", line) for line in lookups)
     card = huggingface_hub.ModelCard.load(tmp_path / "x/best/README.md")
     assert card.data.datasets == ["a/rows"]
 
@@ -219,6 +227,7 @@ STARTS = {  # model.name and more, the environment, a fault, and what is said
     "token": (["a/m"], {"HF_TOKEN": "bad"}, NONE, f"refuses your token, which .*{LOG_IN}"),
     "gated": (["a/gated"], {"HF_TOKEN": "other"}, NONE, f"a/gated is gated: ask .*{LOG_IN}$"),
     "branch": (["a/m", "model.revision=x"], {}, NONE, "a/m has no branch, tag or commit x: corr"),
+    "code": (["a/code", "model.trust_remote_code=true"], {}, NONE, "its code is in a/other, whose"),
     "data": (["a/m", "task.eval=a/x"], {}, NONE, "task.eval = a/x: .*the hub has no a/x"),
     "busy": (["a/m"], {}, ("HEAD", 429, ALWAYS), "too many requests.: it is asked again"),
     "cut": (["a/m"], {}, ("GET /large", "cut", ALWAYS), "error: .* peer closed connection"),
@@ -235,6 +244,9 @@ def test_what_stands_in_the_way_is_said_in_one_line(name, hub, python, chat_fold
     for repository in ("models/a/m", "models/a/gated"):
         hub.add(repository, chat_folder)
     hub.repositories["models/a/gated"].is_gated = True
+    files = hub.repositories["models/a/m"].files
+    code = json.loads(files["config.json"]) | {"auto_map": {"AutoModel": "a/other--own.Own"}}
+    hub.add("models/a/code", files | {"config.json": json.dumps(code).encode()})
     hub.add("datasets/a/rows", {"train.jsonl": Path(data[0].partition("=")[2]).read_bytes()})
     (model, *more), environment, fault, words = STARTS[name]
     hub.faults = [[*fault]]

@@ -122,20 +122,6 @@ def test_a_run_goes_on_with_the_adapter_and_the_base_that_it_began_with(
     assert capsys.readouterr().out.count("does not say what it was made of") == 1
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch) -> Path:
-    """The file that says which commit the newest version of a/b is, in a cache of the hub."""
-    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    model = tmp_path / "hub/models--a--b"
-    for digit in "12c":
-        (model / "snapshots" / (digit * 40)).mkdir(parents=True)
-        (model / "snapshots" / (digit * 40) / "config.json").write_text("{}")
-    (model / "refs").mkdir()
-    (model / "refs/main").write_text("1" * 40)
-    COMMITS.clear()
-    return model / "refs/main"
-
-
 def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
     """The configuration of a run, and that which its first start has written."""
     config = make_config(f"run.dir={folder}", "run.name=x", *overrides)
@@ -145,18 +131,22 @@ def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:
     return config, settled
 
 
-def test_a_hub_model_goes_on_at_the_commit_that_it_began_with(tmp_path, hub):
-    config, settled = first_start(tmp_path, "model.name=a/b")
+def test_a_run_of_an_older_version_keeps_its_commit_too(tmp_path, monkeypatch):
+    """Its config.yaml alone has that; another run, or a revision that is given, has its own."""
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cache = tmp_path / "hub/models--a--b"
+    for folder in ("refs", *(f"snapshots/{digit * 40}" for digit in "12c")):
+        (cache / folder).mkdir(parents=True)
+    (cache / "refs/main").write_text("1" * 40)
+    COMMITS.clear()
+    settled = first_start(tmp_path, "model.name=a/b")[1]
     assert settled.model.revision == of_model(settled) == "1" * 40
-    hub.write_text("2" * 40)
-    COMMITS.clear()  # another process
-    assert pin(config, alone()) == settled
-    for override, digit in (("run.name=y", "2"), (f"model.revision={'c' * 40}", "c")):
-        COMMITS.clear()
-        other = make_config(f"run.dir={tmp_path}", "run.name=x", "model.name=a/b", override)
-        assert pin(other, alone()).model.revision == digit * 40
-    branch = make_config("model.name=a/b", "model.revision=main")
-    assert of_model(branch) == "2" * 40  # a branch moves too
+    (cache / "refs/main").write_text("2" * 40)
+    given = {"run.name=x": "1", "run.name=y": "2", f"model.revision={'c' * 40}": "c"}
+    for override, digit in given.items():
+        COMMITS.clear()  # another process
+        again = make_config(f"run.dir={tmp_path}", "run.name=x", "model.name=a/b", override)
+        assert pin(again, alone()).model.revision == digit * 40
 
 
 def test_a_run_keeps_the_day_of_its_first_start(tmp_path):
