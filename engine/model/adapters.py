@@ -47,8 +47,8 @@ def add_adapter(model: nn.Module, settings: ModelSettings, *, seed: int) -> None
     lora = settings.lora
     is_everywhere = lora.target_modules == "all-linear"
     head = model.get_output_embeddings()
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))}
-    layers = [f".{name}" for name, module in linear.items() if module is not head]
+    modules = model.named_modules()
+    layers = [f".{n}" for n, m in modules if isinstance(m, (nn.Linear, Conv1D)) and m is not head]
     for target in () if is_everywhere else lora.target_modules:  # each the end of a layer's path
         if not any(name.endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))

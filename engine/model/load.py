@@ -109,8 +109,7 @@ def load_base_tokenizer(
 
 def at_commit(settings: ModelSettings, log: Log) -> ModelSettings:
     """The settings with what their revision means now: code and weights must be of one commit."""
-    commit = commit_of(settings.name, settings.revision, log=log)
-    return settings.replace(revision=commit)
+    return settings.replace(revision=commit_of(settings.name, settings.revision, log=log))
 
 
 def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | None:
@@ -237,21 +236,21 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def check_host_memory(
-    model_config: PretrainedConfig, base: ModelSettings, config: Config, dtype: torch.dtype
+    model_config: PretrainedConfig, settings: ModelSettings, config: Config, dtype: torch.dtype
 ) -> None:
     """Raises ValueError if this process's share of the host's memory is too small for the model.
 
     Then the system would kill it without a word. Only what it cannot do without is counted: each
     rank of model.shard loads all weights; what a CPU trains has gradients and averages too.
     """
-    settings = config.model
     num_bytes = dtype.itemsize  # of each weight
     if config.mode == "train" and settings.lora is None and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
     how = {"attn_implementation": settings.attn_implementation}
-    if base.trust_remote_code and "AutoModelForCausalLM" in getattr(model_config, "auto_map", ()):
+    own_code = getattr(model_config, "auto_map", ())
+    if settings.trust_remote_code and "AutoModelForCausalLM" in own_code:
         # Else it takes the code of main, and registers it for the weights too.
-        how |= {"trust_remote_code": True, "code_revision": base.revision}
+        how |= {"trust_remote_code": True, "code_revision": settings.revision}
     with torch.device("meta"):  # shapes alone, which take no memory
         model = AutoModelForCausalLM.from_config(model_config, **how)
     needed = num_bytes * model.num_parameters()  # tied embeddings count once

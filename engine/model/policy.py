@@ -61,7 +61,7 @@ class Policy:
     @property
     def context_length(self) -> int | None:
         """The most tokens that the model, and its teacher, can see; None for no limit."""
-        models = [model for model in (self.model, self.teacher) if model is not None]
+        models = filter(None, (self.model, self.teacher))
         limits = [context_of(model, is_steady=self.is_in_training) for model in models]
         return min(filter(None, limits), default=None)
 
@@ -77,7 +77,7 @@ class Policy:
         vocab_size = self.model.config.get_text_config().vocab_size
         most = MOST_TOKENS if device.type == "cuda" else CPU_TOKENS
         num_bytes = 4 * (config.training.micro_batch_tokens or most) * vocab_size
-        scored = [self.model] if self.teacher is None else [self.model, self.teacher]
+        scored = filter(None, (self.model, self.teacher))
         in_blocks = num_bytes > MAX_LOGITS_BYTES
         in_blocks = in_blocks and all(supports_chunked_head(model, log) for model in scored)
         how = "in blocks of the vocabulary" if in_blocks else "at once"

@@ -18,9 +18,10 @@ def choose_compute_dtype(settings: ModelSettings, device: torch.device) -> torch
     """bf16 on a GPU that has it, else float16, and fp32 elsewhere, unless the config names one."""
     if settings.compute_dtype != "auto":
         return getattr(torch, settings.compute_dtype)
-    if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-        return torch.bfloat16
-    return torch.float16 if device.type == "cuda" else torch.float32
+    if device.type != "cuda":
+        return torch.float32
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if has_bf16 else torch.float16
 
 
 def multiplies_bf16() -> bool:

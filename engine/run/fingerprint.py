@@ -49,7 +49,10 @@ def of_questions(*splits: list[dict]) -> str:
 def of_files(
     config: Config, key: str = "model.name", *, with_weights: bool = False
 ) -> dict[str, str]:
-    """What `of_model` says of the model, and of its base if it is an adapter; `key` names it."""
+    """What `of_model` says of the model, of its base if it is an adapter, and of a teacher.
+
+    `key` names the model.
+    """
     source = config.model.source
     what = f"the files of {key}"
     found = {what: of_model(config, with_weights=with_weights)}
@@ -58,6 +61,8 @@ def of_files(
     if base is not None:
         of_base = config.replace(model=base)
         found[f"{what}'s base"] = of_model(of_base, with_weights=with_weights)
+    if config.mode == "train" and config.model.teacher is not None:
+        found |= of_files(of_teacher(config), "model.teacher", with_weights=with_weights)
     return found
 
 
@@ -121,8 +126,6 @@ def check_same_files(config: Config, world: World) -> None:
     mine = {}
     if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node read the same files
         mine = of_files(config, with_weights=True)
-        if config.mode == "train" and config.model.teacher is not None:
-            mine |= of_files(of_teacher(config), "model.teacher", with_weights=True)
     check_equal(mine, world)
 
 

@@ -86,7 +86,7 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
             return log(f"warning: {folder} does not say what it was made of: used as it is")
         if folder.is_dir():
             made_of = read_file(folder / MADE_OF)
-            if made_of == files:
+            if made_of.items() <= files.items():
                 return None
             if (run / MARKER).exists() or list_checkpoints(run / "checkpoints"):
                 check_same_run(dotted_values(config) | made_of, config, files)

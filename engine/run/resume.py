@@ -18,7 +18,6 @@ from pydantic import TypeAdapter
 from engine.core.distributed import World
 from engine.core.files import open_to_append
 from engine.core.types import Log
-from engine.model.load import of_teacher
 from engine.run import checkpoint
 from engine.run.fingerprint import OWN_CODE, check_same_run, of_files, of_own_code
 from engine.run.state import Run, Saved
@@ -33,8 +32,6 @@ def resume(run: Run) -> None:
     folder, saved = world.on_main(find_saved, run)
     run.rests_on |= world.on_main(of_files, config)
     run.rests_on[OWN_CODE] = of_own_code(run.task, config.training)
-    if config.model.teacher is not None:
-        run.rests_on |= world.on_main(of_files, of_teacher(config), "model.teacher")
     if config.model.shard:
         from engine.update import shards
 

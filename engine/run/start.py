@@ -141,13 +141,13 @@ def pin(config: Config, world: World, log: Log = no_log) -> Config:
     """
     if config.mode == "evaluate":
         world.on_main(make_folder, run_folder(config))
-    pins, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
+    model, task, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
     COMMITS.update(commits)
-    return config.replace(**{name: getattr(config, name).replace(**pins[name]) for name in pins})
+    return config.replace(model=config.model.replace(**model), task=config.task.replace(**task))
 
 
-def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
-    """The values to fill in, by section, all commits, and whether the hub is asked no more."""
+def find_pins(config: Config, log: Log) -> tuple[dict, dict, dict, bool]:
+    """What to fill in for model and task, all commits, and whether the hub is asked no more."""
     folder = run_folder(config)
     file = folder / "config.yaml"
     began = read_file(file) if file.is_file() else {}
@@ -159,14 +159,15 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
     elif is_commit(model.get("revision")):  # of an older version
         BEGAN[f"model {model['name']} None"] = model["revision"]
     day = config.task.template_date or section_of(began, "task").get("template_date")
-    pins = {"model": {}, "task": {"template_date": str(day or date.today())}}
+    of_model = {}
+    of_task = {"template_date": str(day or date.today())}
     is_training = config.mode == "train"
     newest = newest_whole(folder / "checkpoints")
     given = config.model.compute_dtype
     if is_training and newest and given in ("auto", model.get("compute_dtype")):
         # config.yaml has what auto chose, and a checkpoint auto itself.
         with contextlib.suppress(ValueError, KeyError):  # resuming will say it better
-            pins["model"]["compute_dtype"] = load_state(newest)["config"]["model.compute_dtype"]
+            of_model["compute_dtype"] = load_state(newest)["config"]["model.compute_dtype"]
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
         name = getattr(config.model, key)
         if name is not None:
@@ -174,7 +175,7 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
                 named = config.model.replace(name=name, revision=getattr(config.model, which))
                 named = at_commit(named, log)
                 find_base(named, log)
-            pins["model"][which] = named.revision
+            of_model[which] = named.revision
     sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]
     if load_task(config.task).load_examples is not None:
         sources = []  # the task says what a source is
@@ -184,5 +185,5 @@ def find_pins(config: Config, log: Log) -> tuple[dict[str, dict], dict, bool]:
             name, revision, part = split_source(source)
             with one_line_errors(source, key=f"task.{key}"):
                 commit = commit_of(name, revision, kind="dataset", log=log)
-            pins["task"][key] = f"{name}@{commit}{part}" if commit else source
-    return pins, COMMITS, is_offline_mode()
+            of_task[key] = f"{name}@{commit}{part}" if commit else source
+    return of_model, of_task, COMMITS, is_offline_mode()
