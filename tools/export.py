@@ -11,6 +11,7 @@ repository is private unless --public is given.
 
 import argparse
 import functools
+import sys
 import warnings
 from fnmatch import fnmatch
 from pathlib import Path
@@ -63,7 +64,7 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
-    log = functools.cache(print)  # what is said twice, once
+    log = functools.cache(functools.partial(print, file=sys.stderr))  # what is said twice, once
     _, tokenizer = load_base_tokenizer(config, log)
     file = model / "README.md"
     card = file.read_text(encoding="utf-8") if file.is_file() else ""
