@@ -55,7 +55,7 @@ def tables() -> dict:
     a, b, c = (ids.index(numbers[n]) for n in (77, 88, 99))
     params = SamplingParams(MAX_TOKENS, 1.0, 1.0, 0, (), 0, group_size=NUM_DRAWS)
     return {
-        "config": json.loads((TINY / "config.json").read_text(encoding="utf-8")),
+        "config": json.loads((TINY / "config.json").read_bytes()),
         "tokens": [tokenizer.decode([i]) for i in range(len(tokenizer))],
         "prompt": [ids[:a], ids[a + 1 : b], ids[b + 1 : c], ids[c + 1 :]],
         "numbers": numbers,
@@ -82,7 +82,7 @@ def main() -> None:
             raise ValueError(f"{options.folder}: no run whose pass@1 was measured at its start")
         best = options.folder / "best"
         best = best if best.is_dir() else options.folder  # a model's
-        step = json.loads((best / "best.json").read_text(encoding="utf-8"))["best_step"]
+        step = json.loads((best / "best.json").read_bytes())["best_step"]
         before = model_data(TINY, "before training", scores[0])
         after = model_data(best, f"after {step} steps", scores[step])
         if len(to_json(before["weights"])) != len(to_json(after["weights"])):

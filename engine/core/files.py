@@ -84,7 +84,7 @@ def sync(path: Path) -> None:
 
 def json_line(record: dict) -> str:
     """Return one line of strict JSON in ASCII, which holds any text, even a lone surrogate."""
-    return json.dumps(without_nan(record), allow_nan=False) + "\n"
+    return json.dumps(without_nan(record)) + "\n"
 
 
 def without_nan(value: Any) -> Any:

@@ -15,7 +15,6 @@ NUM_BLOCKS = 1_024  # of each weight file, spread evenly over it
 def check_folder(name: str) -> None:
     """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
     path = Path(name)
-    pointer = b"version https://git-lfs"  # in place of a file git has not fetched
     if not path.exists():
         is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
         if is_path or ("/" in name and path.parent.is_dir()):
@@ -26,7 +25,8 @@ def check_folder(name: str) -> None:
             raise ValueError(f"it is the folder of a run; its best model is {path / 'best'}")
         raise ValueError("it is no folder with a config.json, so no model")
     for file in path.iterdir():
-        if file.is_file() and file.open("rb").read(len(pointer)) == pointer:
+        is_small = file.is_file() and file.stat().st_size < 1_000
+        if is_small and file.read_bytes().startswith(b"version https://git-lfs"):
             raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
 
 

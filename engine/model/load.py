@@ -132,7 +132,7 @@ def base_of(adapter: Path) -> tuple[str, str | None]:
 
     A run from an adapter has its base in its own folder, which may have been moved since.
     """
-    saved = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
+    saved = json.loads((adapter / "adapter_config.json").read_bytes())
     name = saved.get("base_model_name_or_path") or ""
     if os.path.isabs(name) and Path(name).name == "base":
         for folder in adapter.absolute().parents[:2]:  # of best/, of checkpoints/step-000010/

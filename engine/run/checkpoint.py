@@ -298,7 +298,7 @@ def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
 def load_state(folder: Path) -> dict:
     """What `save_checkpoint` has put into state.json."""
     with naming_damage(folder / STATE, remove=folder):
-        content = json.loads((folder / STATE).read_text("utf-8"))
+        content = json.loads((folder / STATE).read_bytes())
         TypeAdapter(Saved).validate_python(content)
     return content
 

@@ -63,11 +63,12 @@ def logged_by_rewards(run: Run, split: str, own: set[str]) -> Metrics:
     for logged in run.world.gather(run.task.take_logged()):
         for name, pair in logged.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
-    for name in (name for name in sums if f"{split}/{name}" in own):
-        problem = f"log_metric: {name} is the run's own: rename the metric"
-        if run.state.step <= 1:  # in the first evaluation or step: later it ends no run
-            raise RewardError(problem)
-        remark(run, "log_metric", problem)
+    for name in sums:
+        if f"{split}/{name}" in own:
+            problem = f"log_metric: {name} is the run's own: rename the metric"
+            if run.state.step <= 1:  # in the first evaluation or step: later it ends no run
+                raise RewardError(problem)
+            remark(run, "log_metric", problem)
     means = {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
     return {name: mean for name, mean in means.items() if name not in own}
 
@@ -199,7 +200,7 @@ def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups
         folder.mkdir(parents=True)
         write_settings(folder, config)
         write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
-        text = json.dumps(without_nan(metrics), allow_nan=False, indent=1) + "\n"
+        text = json.dumps(without_nan(metrics), indent=1) + "\n"
         write_atomically(folder / "metrics.json", text)
         run.logger.info(f"written to {folder}")
     return 2 if run.count_broken(groups) > 0 else 0
@@ -221,6 +222,8 @@ def write_settings(folder: Path, config: Config) -> None:
 def finish(run: Run) -> int:
     """Say how the run ended: returns 0, 1 if nothing was trained or saved, or 128 + the signal."""
     step = run.state.step
+    if run.lock:
+        run.lock.close()
     if run.is_over and run.state.evaluated_at == step:
         num_bytes = sum(sizes_of(run.folder).values())
         run.logger.info(summary(run))
