@@ -157,13 +157,11 @@ LONGROPE = {"rope_parameters": ROTARY | {"rope_theta": 10_000.0}}
 LONGROPE |= {"original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize(
-    ("mode", "context", "means"),
-    [
-        ("train", 64, "that is its context in training"),
-        ("evaluate", 256, "beyond it a text depends on the rows beside it"),
-    ],
-)
+CONTEXTS = [("train", 64, "that is its context in training")]
+CONTEXTS += [("evaluate", 256, "beyond it a text depends on the rows beside it")]
+
+
+@pytest.mark.parametrize(("mode", "context", "means"), CONTEXTS)
 def test_where_positions_follow_from_the_longest_row_a_training_has_no_longer_ones(
     tokenizer, tmp_path, mode, context, means
 ):

@@ -516,10 +516,6 @@ def test_a_prompt_that_shows_the_answer_and_columns_that_rows_lack_are_told(fold
         warned = [line for line in lines if "the model is shown column answer" in line]
         assert len(warned) == ("{answer}" in prompt)
         (told,) = (line for line in lines if "of its" in line)
-        assert (
-            len([line for line in lines if "get the run's rewards, not this column" in line]) == 1
-        )
-        lacking = (
-            "no answer in 1, no hint in 3, no rewards in 39 of its 40 rows; the others have it"
-        )
-        assert told == f"warning: rows.jsonl: {lacking}"
+        assert len([line for line in lines if "the run's rewards, not this column" in line]) == 1
+        lacking = "no answer in 1, no hint in 3, no rewards in 39 of its 40 rows"
+        assert told == f"warning: rows.jsonl: {lacking}; the others have it"

@@ -228,16 +228,11 @@ FROM_VERL = {
     "validation.best_of_n": 1,
     "validation.temperature": 0,
 }
-CHOICES_OF_VERL = "checkpoint.every logging.report_to task.train kl_coef seed"
+FILES = [(TRL, FROM_TRL, "loss_normalization num_samples_per_step warmup_steps")]
+FILES += [(VERL, FROM_VERL, "checkpoint.every logging.report_to task.train kl_coef seed")]
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours", "choices"),
-    [
-        (TRL, FROM_TRL, "loss_normalization num_samples_per_step warmup_steps"),
-        (VERL, FROM_VERL, CHOICES_OF_VERL),
-    ],
-)
+@pytest.mark.parametrize(("theirs", "ours", "choices"), FILES)
 def test_the_error_for_a_file_of_another_trainer_ends_in_yaml_that_means_the_same_here(
     theirs, ours, choices, tmp_path, capsys
 ):

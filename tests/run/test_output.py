@@ -31,34 +31,27 @@ prompts of validation questions: \d+ tokens on average, \d+ the longest
 10,000 training questions
 logits of a micro-batch: [\d.]+ MB, made at once
 [\d,]+ weights( \(2\.22% trained\))?, on \d x cpu; results in \S+
-1 steps of \d+ rows: 2 questions on each rank, 4 samples of each.*
-look at it live: python -m tools\.report \S+ --serve
+1 steps of \d+ rows: 2 questions on each rank, 4 samples of each(, of which the best 1)?
 evaluating: 4 questions x 2 samples
 evaluation (at step \d|of tiny on countdown)
-  [\w@]+ +[\d.]+(  \([\d,]+ of [\d,]+\))?(  \(95% interval [\d.]+ to [\d.]+\))?
+  [\w@]+ +[\d.]+(  \(\d of \d\))?(  \(95% interval [\d.]+ to [\d.]+\))?
   \d of \d are right(, \d at the start)?
   completion \d  reward [\d.]+  \(format [\d.]+  answer [\d.]+\)  \d+ tokens
     .*
 step 1/1  reward .* solved .* length .* entropy .* grad norm .* lr .* seconds .* left .*
 (grad norm -: nothing to train on|warning: the model solves no|warning: no step has) .*
-saved checkpoint \S+
 pass@1 [\d.]+ at the start, [\d.]+ after step 1; best [\d.]+ at step \d, chosen on these .*
-the best model: \S+
 load it:        AutoModelForCausalLM\.from_pretrained\("\S+"\)(, with peft)?
-ask it:         python -m tools\.chat \S+
-look at it all: python -m tools\.report \S+
+(ask it:        |look at it all:|look at it live:) python -m tools\.(chat|report) \S+( --serve)?
 train on:       the same command with a larger training\.num_steps; .*
 on the disk:    [\d.]+ MB in \S+
-written(:| to) \S+
-> numbers: 3 7 25, target: 46
-Let me solve this step by step\.
-<think>
-[-+*/=()\d ]*
+(saved checkpoint|the best model:|written:|written to) \S+
+(> numbers: 3 7 25, target: 46|Let me solve this step by step\.|<think>|[-+*/=()\d ]*)
 reward [\d.]+  \(format [\d.]+  answer [\d.]+\)(; cut off at training\.max_new_gen_tokens)?
 2 processes: each computes on the cpu, in float32
 results in \S+; the sections checkpoint and logging are not read
 step \d(  (train|eval)/\S+ \S+)+
-"""
+""".strip().splitlines()
 
 
 def test_each_line_that_a_newcomers_commands_print_is_ours(tmp_path):
@@ -77,7 +70,8 @@ def test_each_line_that_a_newcomers_commands_print_is_ours(tmp_path):
         process = forkserver().Process(target=as_a_users, args=how)
         process.start()
         assert finish(process)[0] in (0, 1), log.read_text()  # 1: no lesson was sampled
-        strange += [(name, line) for line in log.read_text().splitlines() if not is_ours(line)]
+        lines = log.read_text().splitlines()
+        strange += [(name, line) for line in lines if not any(re.fullmatch(p, line) for p in OURS)]
     assert strange == []
 
 
@@ -91,9 +85,5 @@ def as_a_users(arguments: list[str], ranks: list[str], log: Path, environment: d
     run_program(arguments, tuple(ranks), log, environment)
 
 
-def show(message: Warning, category: type, *where: object) -> None:
-    print(f"{category.__name__}: {message}", where, file=sys.stderr)
-
-
-def is_ours(line: str) -> bool:
-    return any(re.fullmatch(pattern, line) for pattern in OURS.strip().splitlines())
+def show(*warning: object) -> None:
+    print("a warning:", *warning, file=sys.stderr)
