@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from engine.core.signals import Left, SignalWatch
+from engine.core.signals import LEAVABLE, Left, SignalWatch
 
 
 @dataclass
@@ -52,8 +52,12 @@ class World:
 
         Each rank looks at its own signals there. Behind the block they ask each other once.
         """
-        with self.signals.leaves():
-            yield
+        LEAVABLE.watch = self.signals
+        try:
+            with contextlib.suppress(Left):
+                yield
+        finally:
+            LEAVABLE.watch = None
         self.ask_whether_to_stop()
         if self.stop_signal:
             raise Left

@@ -1,13 +1,11 @@
 """Signals that end a run: a thread notes them at once, wherever the main thread is."""
 
-import contextlib
 import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 
 HELD = (signal.SIGTERM, signal.SIGHUP)
 CAUGHT = (*HELD, signal.SIGINT)
@@ -43,7 +41,7 @@ os.register_at_fork(
 )
 
 
-LEAVABLE: dict[int, "SignalWatch"] = {}  # by thread, while it is in `SignalWatch.leaves`
+LEAVABLE = threading.local()  # its `watch` is the thread's SignalWatch in `World.left_by_all`
 
 
 class Left(BaseException):
@@ -52,7 +50,7 @@ class Left(BaseException):
 
 def leave_if_signalled() -> None:
     """Raises `Left` in such a block. It is called at each token, and before a task's functions."""
-    watch = LEAVABLE.get(threading.get_ident())
+    watch = getattr(LEAVABLE, "watch", None)
     if watch is not None and watch.first:
         raise Left
 
@@ -93,16 +91,6 @@ class SignalWatch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         os.close(self.writer)  # which ends the thread
         self.writer = None
-
-    @contextlib.contextmanager
-    def leaves(self) -> Iterator[None]:
-        """A block that a signal ends where it next calls `leave_if_signalled`."""
-        LEAVABLE[threading.get_ident()] = self
-        try:
-            with contextlib.suppress(Left):
-                yield
-        finally:
-            del LEAVABLE[threading.get_ident()]
 
     def watch(self, reader: int) -> None:
         """The thread: note signals as they come, until the pipe's other end is closed."""

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 from engine.core.config import Config, ModelSettings
 from engine.core.hub import commit_of, fetch_weights
 from engine.core.packages import import_package
+from engine.core.signals import leave_if_signalled
 from engine.core.types import Log, no_log
 from engine.model.folders import FILES_OF_BASE, check_folder, no_such_folder, version_of
 from engine.model.precision import choose_compute_dtype
@@ -308,6 +309,9 @@ def load_model(
         model.to("cpu" if settings.shard else device)  # each shard goes to the device later
     if settings.gradient_checkpointing:
         recompute(model)
+    for layers in (module for module in model.modules() if isinstance(module, nn.ModuleList)):
+        for layer in layers:  # reading the prompts of a batch may take a CPU a minute
+            layer.register_forward_pre_hook(lambda *_: leave_if_signalled())
     return model
 
 

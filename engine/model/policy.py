@@ -138,10 +138,10 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
     policy = Policy(model, sampler, tokenizer, params, dtype, is_in_training=is_training)
     steady = context_of(model, is_steady=True)
     if steady != context_of(model):
-        log(
-            f"warning: this model's positions turn otherwise from {steady:,} tokens on: that is "
-            "its context in training, and beyond it a text depends on the rows beside it"
-        )
+        means = "beyond it a text depends on the rows beside it"
+        if is_training:
+            means = "that is its context in training"
+        log(f"warning: this model's positions turn otherwise from {steady:,} tokens on: {means}")
     if is_training and config.model.teacher is not None:
         load_teacher(policy, config, world, log)
     return policy

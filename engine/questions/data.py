@@ -273,11 +273,9 @@ def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list
 
     Equal questions may stand in two files with other columns beside them, such as an id.
     """
-    keys = {task.key_of(row) for row in known}
-    texts = {task.asked(row) for row in known}
-    if not keys:  # nothing is held out, so nothing need be asked
-        return [True] * len(questions)
-    return [task.key_of(row) not in keys and task.asked(row) not in texts for row in questions]
+    names = {name for row in known for name in (task.key_of(row), task.asked(row))}
+    # Where nothing is held out nothing need be asked.
+    return [not names or not names & {task.key_of(row), task.asked(row)} for row in questions]
 
 
 def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:

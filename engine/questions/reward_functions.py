@@ -15,7 +15,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -212,7 +212,7 @@ class RewardTask(Task):
     @property
     def num_open(self) -> int:
         """How many tasks the functions have left open in this process."""
-        return LOOP.num_open
+        return sum(len(asyncio.all_tasks(loop)) for loop in LOOP.loops.values())
 
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
@@ -241,6 +241,8 @@ class EventLoop:
             while not wait([running], timeout=0.2).done:  # seconds
                 leave_if_signalled()
             return running.result()
+        except CancelledError as error:
+            raise RewardError("an async reward has cancelled all tasks of its loop") from error
         finally:
             running.cancel()  # unless it has ended
 
@@ -249,13 +251,8 @@ class EventLoop:
         loop.set_default_executor(DaemonThreads())
         # A Ctrl-C is the run's affair: the processes that the functions start inherit this.
         loop.call_soon(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        threading.Thread(target=run_for_ever, args=(loop,), daemon=True).start()
         return self.loops.setdefault(os.getpid(), loop)
-
-    @property
-    def num_open(self) -> int:
-        """How many tasks the functions have left open in this process."""
-        return sum(len(asyncio.all_tasks(loop)) for loop in self.loops.values())
 
     def close(self) -> None:
         """End what is still open in this process's, but wait for no task that heeds no end."""
@@ -265,6 +262,15 @@ class EventLoop:
 
 
 LOOP = EventLoop()
+
+
+def run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    """Go on also where a task of the user's own stops the loop or exits: a judge would hang."""
+    while True:
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            print(f"warning: a task of task.reward's own has raised {error!r}", flush=True)
 
 
 async def end_others() -> None:

@@ -116,13 +116,12 @@ def problems_of_task(task: Task) -> Iterator[str]:
         yield f"{name} must be {KINDS[name][1]}, not {getattr(task, name)!r:.80}"
     if wrong:  # what comes below rests on them
         return
-    needed = {"generate_prompt": task.generate_prompt}
-    needed["reward_function"] = task.reward_function or task.Environment
-    for name in (name for name, function in needed.items() if function is None):
-        yield f"a task must define {name}; tasks/template.py shows how"
-    for name, method in vars(task.Environment or object).items():
-        if inspect.iscoroutinefunction(method):
-            yield f"Environment.{name} must not be async"
+    payer = task.reward_function or task.Environment
+    for name, function in (("generate_prompt", task.generate_prompt), ("reward_function", payer)):
+        if function is None:
+            yield f"a task must define {name}; tasks/template.py shows how"
+    for name, _ in inspect.getmembers(task.Environment, inspect.iscoroutinefunction):
+        yield f"Environment.{name} must not be async"
     if "answer" not in task.REWARD_PARTS:
         yield f"REWARD_PARTS must be {KINDS['REWARD_PARTS'][1]}"
     if "timeout" in task.REWARD_PARTS and Path(task.file).parent != ROOT / "tasks":

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from engine.core.signals import leave_if_signalled
 from engine.core.types import Completion, DecodeLoop, PromptBatch, Sampler, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
@@ -46,7 +45,6 @@ def decode_in_batches(
     trim_heap()  # of what the last update has left
     with logger.progress(len(token_ids) * params.group_size, "sampling", "seq") as bar:
         while by_length:
-            leave_if_signalled()  # as each loop does at its tokens
             longest = len(token_ids[by_length[0]])
             fit = max_batch_tokens or sampler.tokens_at_once(longest, params)
             num_rows = fit // (longest + params.max_new_tokens)

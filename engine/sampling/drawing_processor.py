@@ -5,7 +5,6 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
-from engine.core.signals import leave_if_signalled
 from engine.core.types import SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
 
@@ -21,7 +20,6 @@ class DrawingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
         """Logits (B, V) of -inf for all but the drawn token."""
-        leave_if_signalled()
         tokens = self.drawn.draw(logits, self.uniforms[:, self.drawn.t[0]])
         self.drawn.ask_tools(tokens)
         return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)

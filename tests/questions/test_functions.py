@@ -23,6 +23,7 @@ import torch
 from harness import (
     ENVIRONMENT,
     ROOT,
+    alone,
     arguments,
     load_rows,
     load_run,
@@ -33,7 +34,7 @@ from harness import (
 
 import main
 from engine.core.config import ConfigError
-from engine.core.signals import SignalWatch
+from engine.core.signals import Left
 from engine.core.types import Completion, Trajectory
 from engine.core.user_file import RewardError, import_file
 from engine.questions import reward_functions
@@ -261,17 +262,17 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
         os._exit(pool.run(asyncio.sleep(0, 7)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert pool.run(asyncio.sleep(0, 8)) == 8
-    watch = SignalWatch(is_main=False)
-    threading.Timer(0.1, watch.note, [signal.SIGTERM]).start()
-    with watch.leaves():  # an evaluation
+    world = alone()
+    threading.Timer(0.1, world.signals.note, [signal.SIGTERM]).start()
+    with pytest.raises(Left), world.left_by_all():  # an evaluation
         pytest.fail(pool.run(asyncio.sleep(600, "awaited in spite of the signal")))
     deadline = time.monotonic() + 10
-    while pool.num_open:  # it is cancelled
+    while asyncio.all_tasks(*pool.loops.values()):  # it is cancelled
         assert time.monotonic() < deadline
 
 
 QUEUED = """
-import asyncio, contextlib
+import asyncio, contextlib, sys
 QUEUE, OWN, BEATS = asyncio.Queue(), [], []
 
 async def work():
@@ -300,12 +301,29 @@ async def cancelled(completions, **kwargs):
     task = asyncio.create_task(asyncio.sleep(60))
     task.cancel()
     await task
+
+async def leave():
+    sys.exit("no key")
+
+async def exits(completions, **kwargs):
+    OWN.append(asyncio.create_task(leave()))
+    await asyncio.sleep(0.1)
+    asyncio.get_running_loop().stop()
+    return [1.0] * len(completions)
+
+async def cancels_all(completions, **kwargs):
+    for task in asyncio.all_tasks() - {*OWN}:
+        task.cancel()
+    await asyncio.sleep(60)
 """
 
 
 @pytest.mark.timeout(60)
-def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch):
-    """Bug: the worker of a queue was cancelled behind the first step, and the second one hung."""
+def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch, capsys):
+    """Bugs: the worker of a queue was cancelled behind the first step, and the second one hung.
+
+    Then all hung where such a task exited or stopped the loop.
+    """
     (folder / "queued.py").write_text(QUEUED)
     module = import_file(folder / "queued.py")
     for _ in range(2):
@@ -315,9 +333,13 @@ def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, mon
         assert len(module.BEATS) > num_beats
     with pytest.raises(RewardError, match=r"queued.py, line \d+: cancelled was .*question {'prom"):
         paid("queued:cancelled")
+    assert paid("queued:exits")[0][0] == {"exits": 1.0, "timeout": 0.0}
+    assert "has raised SystemExit('no key')" in capsys.readouterr().out
+    with pytest.raises(RewardError, match="has cancelled all tasks"):
+        paid("queued:cancels_all")
     monkeypatch.setattr(reward_functions, "CLOSE_S", 0.5)
     reward_functions.LOOP.close()  # as at the end of the process
-    assert [task.done() for task in module.OWN] == [True, True, False]
+    assert [task.done() for task in module.OWN[:3]] == [True, True, False]
 
 
 @pytest.mark.timeout(60)
