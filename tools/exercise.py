@@ -1,17 +1,22 @@
-"""Plant a bug of docs/exercises in a copy of this repository, and say whether somebody found it.
+"""Exercises of docs/exercises: bugs to find in a copy of this repository, and functions to write.
 
-    python -m tools.exercise 7 ../seven                # a copy with the bug of exercise 7
-    python -m tools.exercise 7 --check main.py:210     # is it at this line of the copy?
+    python -m tools.exercise 7 ../seven              # a copy with the bug of exercise 7
+    python -m tools.exercise 7 --check main.py:210   # is it at this line of the copy?
+    python -m tools.exercise --write ../mine         # plain.py without the bodies of six functions
+    python -m tools.exercise --test ../mine 3        # is the third right? all six without a number
 
 The copy has what a run needs, but no tests, benchmarks, answers or history. Besides the bug, twelve
-places in it are written in another way that computes the same, so `diff -r` shows thirteen. This
-hides the bug from a glance, not from a will: docs/exercises/answers names it. git is not needed.
+places in it are written in another way that computes the same, so `diff -r` shows thirteen: --draw
+names which twelve of thirty. This hides the bug from a glance, not from a will:
+docs/exercises/answers names it. git is not needed.
 """
 
 import argparse
+import random
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from engine import ROOT
@@ -19,18 +24,31 @@ from engine.run.mistakes import mistakes_cost_one_line
 
 COPIED = {"main.py", "countdown.py", "logger.py", "config.yaml", "configs", "engine", "tasks"}
 COPIED |= {"tiny", "tools", "requirements.txt", "pyproject.toml"}
+PLAIN = {"plain.py", "countdown.py", "config.yaml", "tiny"}
 ANSWERS = ROOT / "docs/exercises/answers"
 
 
-def changed(number: int) -> tuple[dict[str, str], str, int]:
-    """The text of each file that the copy changes; the bug's file, and its line in the copy."""
-    answer = ANSWERS / f"{number:02}.md"
+def changes_of(number: int | None, draw: int) -> list[dict[str, str]]:
+    """Twelve rewrites, and the bug of an exercise."""
+    answer = ANSWERS / f"{number or 0:02}.md"
     name = answer.is_file() and re.search(r"^bug: (.+)$", answer.read_text("utf-8"), re.MULTILINE)
     if not name:
         raise ValueError(f"{number}: 1 to 10 have a bug, in a clone that has {ANSWERS}")
+    rewrites = random.Random(draw).sample(read_changes(ANSWERS / "rewrites.txt"), 12)
     bugs = read_changes(ROOT / "benchmarks/planted.txt")
+    return rewrites + [bug for bug in bugs if bug["bug"] == name[1]]
+
+
+def read_changes(file: Path) -> list[dict[str, str]]:
+    """The blocks of planted.txt, rewrites.txt or cut.txt, each by the words before its colons."""
+    pair = re.compile(r"^(bug|file|find|with|test): ?(.*)$", re.MULTILINE)
+    return [dict(pair.findall(block)) for block in file.read_text("utf-8").split("\n\n")]
+
+
+def changed(changes: list[dict[str, str]]) -> tuple[dict[str, str], str, int]:
+    """The text of each file that is changed; the last change's file, and its line there."""
     texts: dict[str, str] = {}
-    for change in read_changes(ANSWERS / "rewrites.txt") + [b for b in bugs if b["bug"] == name[1]]:
+    for change in changes:
         file = change["file"]
         before = texts.get(file) or (ROOT / file).read_text("utf-8")
         texts[file], num_found = re.subn(change["find"], change["with"], before)
@@ -39,38 +57,53 @@ def changed(number: int) -> tuple[dict[str, str], str, int]:
     return texts, file, next(n for n, (old, new) in enumerate(lines, start=1) if old != new)
 
 
-def read_changes(file: Path) -> list[dict[str, str]]:
-    """The blocks of planted.txt or rewrites.txt, each by the words before its colons."""
-    pair = re.compile(r"^(bug|file|find|with|test): ?(.*)$", re.MULTILINE)
-    return [dict(pair.findall(block)) for block in file.read_text("utf-8").split("\n\n")]
+def copy_to(folder: Path, names: set[str], texts: dict[str, str]) -> Path:
+    folder = shutil.copytree(ROOT, folder.expanduser(), ignore=partial(not_copied, names))
+    for name, text in texts.items():
+        (folder / name).write_text(text, "utf-8")
+    return folder
 
 
-def not_copied(folder: str, names: list[str]) -> set[str]:
-    return {*names} - COPIED if Path(folder) == ROOT else {"__pycache__", "exercise.py"}
+def not_copied(copied: set[str], folder: str, names: list[str]) -> set[str]:
+    ours = {"__pycache__", "exercise.py", "written.py"}
+    return {*names} - copied if Path(folder) == ROOT else ours
+
+
+def is_found(guess: str, file: str, line: int) -> bool:
+    """Whether FILE:LINE, of the copy, is within two lines of the bug."""
+    place = re.fullmatch(r"(.+):(\d+)", guess)
+    name = Path(place[1]).as_posix() if place else ""  # without ./
+    is_ours = name.endswith(("/exercise.py", "/written.py"))
+    if name.split("/")[0] not in COPIED or is_ours or not (ROOT / name).is_file():
+        raise ValueError(f"--check {guess}: name a file of the copy and a line, as main.py:210")
+    return name == file and abs(int(place[2]) - line) <= 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.exercise", description=__doc__.split("\n")[0])
-    parser.add_argument("number", type=int, help="of the exercise, 1 to 10")
+    parser.add_argument("number", type=int, nargs="?", help="of the exercise, 1 to 10")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("folder", type=Path, nargs="?", help="of the copy, a new one")
     what.add_argument("--check", metavar="FILE:LINE", help="two lines more or less are right")
+    what.add_argument("--write", type=Path, metavar="FOLDER", help="a new one")
+    what.add_argument("--test", nargs="+", metavar=("FOLDER", "N"), help="N: 1 to 6")
+    parser.add_argument("--draw", type=int, default=0, help="another number: other rewrites")
     options = parser.parse_args()
     with mistakes_cost_one_line():
-        texts, file, line = changed(options.number)
-        if options.check is None:
-            folder = shutil.copytree(ROOT, options.folder.expanduser(), ignore=not_copied)
-            for name, text in texts.items():
-                (folder / name).write_text(text, "utf-8")
+        if options.write:
+            texts, _, _ = changed(read_changes(ANSWERS / "cut.txt"))
+            folder = copy_to(options.write, PLAIN, texts)
+            return print(f"written: {folder}; docs/exercises/write.md says how to go on")
+        if options.test:
+            from tools.written import check
+
+            folder, *numbers = options.test
+            sys.exit(not check(Path(folder), int(*numbers) if numbers else None))
+        texts, file, line = changed(changes_of(options.number, options.draw))
+        if options.folder:
+            folder = copy_to(options.folder, COPIED, texts)
             return print(f"written: {folder}; docs/exercises/{options.number:02}.md asks about it")
-        guess = re.fullmatch(r"(.+):(\d+)", options.check)
-        if guess is None:
-            raise ValueError(f"--check {options.check}: write it as main.py:210")
-        name = Path(guess[1]).as_posix()  # without ./
-        folder, is_ours = name.split("/")[0], name.endswith("/exercise.py")
-        if folder not in COPIED or is_ours or not (ROOT / name).is_file():
-            raise ValueError(f"{name}: the copy has no such file; write it as main.py:210")
-        if name != file or abs(int(guess[2]) - line) > 2:
+        if not is_found(options.check, file, line):
             sys.exit("no: the bug is not there")
         print(f"right: docs/exercises/answers/{options.number:02}.md explains it")
 
