@@ -20,14 +20,17 @@ def changed_lines(file: str, copy: Path) -> list[range]:
 def test_a_copy_differs_in_thirteen_places_and_the_bug_is_found_in_one_of_them(tmp_path, call):
     """Bug: a linter named five of the ten, by long lines and unused names."""
     for number in range(1, 11):
-        copy, (texts, file, line) = tmp_path / f"{number}", exercise.changed(number)
-        assert call(exercise, number, copy)[0] == 0
+        drawn = f"--draw={number}"
+        changes = exercise.changes_of(number, number)
+        copy, (texts, file, line) = tmp_path / f"{number}", exercise.changed(changes)
+        assert call(exercise, number, copy, drawn)[0] == 0
         places = {name: changed_lines(name, copy) for name in texts}
         assert sum(map(len, places.values())) == 13, number
         assert [line in lines for lines in places[file]].count(True) == 1
         for off, is_near in ((-3, False), (-2, True), (2, True), (3, False)):
-            assert (call(exercise, number, f"--check=./{file}:{line + off}")[0] == 0) == is_near
-        assert call(exercise, number, f"--check=logger.py:{line}")[0] != 0
+            guess = f"--check=./{file}:{line + off}"
+            assert (call(exercise, number, drawn, guess)[0] == 0) == is_near
+        assert call(exercise, number, drawn, f"--check=logger.py:{line}")[0] != 0
     for how in (["check"], ["format", "--check"]):
         linter = [sys.executable, "-m", "ruff", *how, "--no-cache", tmp_path]
         found = subprocess.run(linter, capture_output=True, text=True)
