@@ -512,7 +512,7 @@ def evaluate(run: Run) -> None:
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
     score = metrics[run.config.best_metric]  # higher is better
-    state.remember_scores(metrics, score)  # for the summary and the model card
+    state.remember_score(score)  # for the summary
     is_best = state.best is None or score > state.best
     # Not where logits are not finite, nor where rank 0 cannot write it: all ranks know both.
     if run.count_broken(groups) == 0 and is_best and save_best(run, metrics):

@@ -22,13 +22,17 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
+from engine.core.files import read_lines, write_atomically
 from engine.model.adapters import quantization_config
 from engine.model.load import base_of, load_base_tokenizer
-from engine.run.card import merged_card
+from engine.questions.data import load_questions
+from engine.questions.tasks import built_in_tasks, load_task
 from engine.run.checkpoint import load_state, newest_whole, save_model
+from engine.run.config_file import combine, read_file, task_name
 from engine.run.fingerprint import MODEL_FILES, of_model
 from engine.run.merge import merged
 from engine.run.mistakes import mistakes_cost_one_line
+from tools.card import model_card
 
 # What save_model writes of a model or an adapter
 OURS = ("config.json", "generation_config.json", "model*.safetensors*", "adapter_*", "best.json")
@@ -41,7 +45,7 @@ def main() -> None:
     parser.add_argument("--4bit", dest="in_4bit", action="store_true", help="save a copy in 4 bits")
     parser.add_argument("--push", metavar="user/name", help="upload to the hub")
     parser.add_argument("--public", action="store_true", help="for everybody to see")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's code")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run its code")
     options = parser.parse_args()
     warnings.simplefilter("ignore", FutureWarning)  # peft uses a name that transformers will remove
     transformers_logging.set_verbosity_error()
@@ -66,14 +70,14 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
     log = functools.cache(functools.partial(print, file=sys.stderr))  # what is said twice, once
     _, tokenizer = load_base_tokenizer(config, log)
-    file = model / "README.md"
-    card = file.read_text(encoding="utf-8") if file.is_file() else ""
-    if is_adapter and (asked.merge or asked.in_4bit):
+    merges = is_adapter and (asked.merge or asked.in_4bit)
+    card = card_of(run, config.model, is_adapter=is_adapter and not merges)
+    if merges:
         what = "adapter" if model == run else "best model"
         if model != run:
             check_base(run)
         plain, tokenizer = merged(config, log, dtype=torch.bfloat16)
-        model, card = run / "merged", merged_card(card)
+        model = run / "merged"
         save_model(plain, tokenizer, card, model)
         print(f"the {what}, merged: {model}")
     if asked.in_4bit:
@@ -91,7 +95,36 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         print(f"the best model, in 4 bits: {run / 'merged-4bit'}")
     if asked.push:
         ModelCard(card).validate()  # ValueError for what the hub would refuse behind an empty place
+        write_atomically(model / "README.md", card)
         push(model, asked.push, private=not asked.public)
+
+
+def card_of(run: Path, model: ModelSettings, *, is_adapter: bool) -> str:
+    """The card of a run's best model, from what the run has left and a validation question.
+
+    Where that cannot be read, as in an adapter's folder without its run, the file that lies there.
+    """
+    folder = Path(model.name)
+    try:
+        values = read_file(run / "config.yaml")
+        if task_name(values) not in built_in_tasks() and not model.trust_remote_code:
+            raise ValueError("its task is code of your own, which --trust-remote-code runs")
+        config = combine(values, ["mode=evaluate"])
+        task = load_task(config.task)
+        _, tokenizer = load_base_tokenizer(config.replace(model=model), no_log)
+        questions, _ = load_questions(task, config, tokenizer=tokenizer, context=None, log=no_log)
+        rows = read_lines(run / "metrics.jsonl")
+        evaluations = {row["step"]: row for row in rows if "eval/pass@1" in row}
+        best_step = read_file(folder / "best.json")["best_step"]
+        measured = [evaluations[0], evaluations[best_step]]
+        return model_card(config, task, questions, tokenizer, measured, is_adapter=is_adapter)
+    except (ValueError, LookupError) as error:
+        file = folder / "README.md"
+        print(f"the card is {file}, since none can be made of its run: {error}")
+        card = ModelCard(file.read_text("utf-8") if file.is_file() else "")
+        if not is_adapter:  # peft's own says that it is one
+            card.data.library_name = "transformers"
+        return str(card)
 
 
 def push(folder: Path, name: str, *, private: bool) -> None:

@@ -41,7 +41,6 @@ from engine.questions.prompts import completion_text, encode_prompts
 from engine.questions.rewards import reward_parts
 from engine.questions.tasks import load_task
 from engine.questions.templates import end_of_turn, whole_characters
-from engine.run.card import merged_card, model_card
 from engine.run.checkpoint import save_model
 from engine.run.config_file import load_config
 from engine.run.fit import fit_micro_batches
@@ -53,6 +52,7 @@ from engine.run.state import Run
 from engine.update.optimizer import FP32, Outcome, learning_rate_at
 from logger import Logger
 from main import build_run, measure_policy, update_policy
+from tools.card import model_card
 
 
 def main() -> None:
@@ -295,15 +295,15 @@ def measure_and_log(run: Run) -> dict[str, float]:
     clock = Clock()
     metrics, groups = measure_policy(run, clock)
     log_evaluation(run, metrics | clock.read(), groups)
-    run.state.remember_scores(metrics, metrics[run.config.best_metric])
     return {"step": run.state.step} | metrics
 
 
 def write_imitation(run: Run, measured: list[dict[str, float]], source: str) -> None:
     """Write the folder: plain weights in float32, the card, and imitation.jsonl."""
-    policy, card = run.policy, model_card(run, measured[-1], answers=source)
+    policy = run.policy
+    about = (run.config, run.task, run.validation_questions, policy.tokenizer, measured)
+    card = model_card(*about, is_adapter=False, answers=source)
     if run.config.model.lora is not None:
-        card = merged_card(card)
         run.world.on_main(merge_adapter, policy.model)
     weights = None
     if run.config.model.shard:

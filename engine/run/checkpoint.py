@@ -4,7 +4,7 @@
         training_state/          state.json, optimizer.pt, files.json (all files' sizes);
                                  with model.shard a part-*.safetensors of each rank, and no model
     checkpoints/last             a link to the newest checkpoint
-    best/                        the model, its tokenizer, its model card, its score (best.json)
+    best/                        the model, its tokenizer, its score (best.json, README.md)
     has_checkpoints              written with the first checkpoint; it stays if they are deleted
 
 With LoRA only the adapter is saved, with the name of its base model. Loading runs no code from
@@ -33,7 +33,7 @@ from engine.core.config import dotted_values
 from engine.core.files import open_to_append, sizes_of, sync
 from engine.core.hub import without_hub
 from engine.core.types import Log, Metrics, no_log
-from engine.run.card import model_card
+from engine.run.folder import run_name
 from engine.run.mistakes import is_out_of_memory
 from engine.run.state import Run, Saved
 
@@ -43,7 +43,7 @@ OPTIMIZER = "training_state/optimizer.pt"
 
 
 def save_best(run: Run, measured: Metrics) -> bool:
-    """Save the model in best/ with its card; returns False if that was not possible."""
+    """Save the model in best/ with its score; returns False if that was not possible."""
     model = run.policy.model
     score = measured[run.config.best_metric]
     weights = None
@@ -52,7 +52,11 @@ def save_best(run: Run, measured: Metrics) -> bool:
 
         weights = gather_weights(model, run.world)
     best = {"best": score, "best_step": run.state.step, "best_by": run.config.best_by}
-    card = model_card(run, measured)
+    card = (
+        f"# {run_name(run.config)}\n\n"
+        f"{run.config.best_metric.removeprefix('eval/')} {score:.3f} after step {run.state.step}.\n"
+        "Made by plain-grpo, whose tools.export publishes it with a whole card.\n"
+    )
     arguments = (model, run.policy.tokenizer, card, run.folder / "best", weights, best)
     return save_on_main(run, "best", score, save_model, *arguments)
 

@@ -117,6 +117,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
         return None, None
     best = run.folder / "best"
     content = checkpoint.load_state(folder)
+    content["state"].pop("untrained", None)  # which earlier versions kept, for the model card
     if content["state"].keys() != asdict(run.state).keys():
         raise ValueError(
             f"{folder} was saved by another version of this program: go on with that one, or set "

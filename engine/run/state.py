@@ -23,8 +23,6 @@ from engine.run.fingerprint import of_questions
 from engine.run.folder import command, run_folder
 from engine.update.optimizer import Outcome, Update
 
-PASS_AT_1 = ("eval/pass@1", "eval/pass@1_low", "eval/pass@1_high")  # with its 95% interval
-
 
 @dataclass
 class State:
@@ -32,7 +30,6 @@ class State:
 
     step: NonNegativeInt = 0
     position: NonNegativeInt = 0  # of the stream: training questions walked so far, over all ranks
-    untrained: list[float] = field(default_factory=list)  # eval/pass@1 and the ends of its interval
     first_score: float | None = None  # the metric of validation.best_by before training
     last_score: float | None = None  # the same at the last evaluation
     best: float | None = None  # the same of the model in best/
@@ -47,14 +44,13 @@ class State:
     has_trained: bool = False  # whether a step has moved the weights
     is_saved: bool = False  # whether the newest checkpoint knows all this
 
-    def remember_scores(self, metrics: Metrics, score: float) -> None:
-        """Keep what the summary and the model card say of the model now and before training."""
+    def remember_score(self, score: float) -> None:
+        """Keep what the summary says of the model now and before training."""
         self.last_score = score
         self.evaluated_at = self.step
         self.is_saved = False
         if self.step == 0:
             self.first_score = score
-            self.untrained = [metrics[name] for name in PASS_AT_1]
 
 
 @dataclass

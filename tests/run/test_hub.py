@@ -174,11 +174,9 @@ def test_what_is_pushed_is_what_is_loaded(hub, python, rotary_model_folder, data
     python("tools/imitate.py", "a/m", "a/answers", "--steps=1", f"--out={tmp_path}/y", *given[:-2])
     lookups = [line for line in hub.taken() if "/main/" in line]
     assert len(lookups) == 3 and all(re.match("HEAD .*/config.json$", line) for line in lookups)
-    card = huggingface_hub.ModelCard.load(tmp_path / "x/best/README.md")
-    assert card.data.datasets == ["a/rows"]
 
-    def push(name: str, *more: str, status: int = 0) -> str:
-        given = [f"{tmp_path}/x", "--push", name, *more]
+    def push(name: str, *more: str, folder: str = "x", status: int = 0) -> str:
+        given = [f"{tmp_path}/{folder}", "--push", name, *more]
         return python("tools/export.py", *given, status=status, HF_TOKEN=TOKEN)
 
     def answers(model: str) -> str:
@@ -188,6 +186,8 @@ def test_what_is_pushed_is_what_is_loaded(hub, python, rotary_model_folder, data
 
     push("u/x")
     pushed = hub.repositories["models/u/x"]
+    card = huggingface_hub.ModelCard(pushed.files["README.md"].decode())
+    assert card.data.datasets == ["a/rows"] and "| this model, " in card.text
     hub.add("models/u/x", pushed.files | {"notes.txt": b"the user's own"})
     assert pushed.is_private and answers("u/x") == answers(f"{tmp_path}/x/best")
     adapter = ["adapter_config.json", "adapter_model.safetensors", "best.json"]
@@ -199,9 +199,10 @@ def test_what_is_pushed_is_what_is_loaded(hub, python, rotary_model_folder, data
     assert not any(TOKEN.encode() in content for content in pushed.files.values())
     push("u/y", "--public")
     assert not hub.repositories["models/u/y"].is_private
-    file = tmp_path / "x/best/README.md"
+    shutil.copytree(tmp_path / "x/best", tmp_path / "alone")  # its card is not made anew
+    file = tmp_path / "alone/README.md"
     file.write_text(file.read_text().replace("- a/rows", "- a/rows:default:train"))
-    push("u/z", status=2)
+    push("u/z", folder="alone", status=2)
     assert "models/u/z" not in hub.repositories
 
 

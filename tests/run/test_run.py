@@ -85,7 +85,7 @@ def test_which_model_is_the_best(tmp_path, rotary_model_folder, data, monkeypatc
     said = "best_of_4 0.600 at the start, 0.950 after step 3; best 0.900 at step 1"
     assert said in capsys.readouterr().out
     card = (tmp_path / "x/best/README.md").read_text()
-    assert "| before training | 0.500 |" in card and "after step 1 | 0.300 |" in card
+    assert "best_of_4 0.900 after step 1." in card and len(card.splitlines()) <= 4
 
 
 def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
