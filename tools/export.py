@@ -23,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.files import read_lines, write_atomically
+from engine.core.types import no_log
 from engine.model.adapters import quantization_config
 from engine.model.load import base_of, load_base_tokenizer
 from engine.questions.data import load_questions

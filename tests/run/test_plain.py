@@ -44,17 +44,19 @@ from engine.run.config_file import load_config, merge, nest, parse_override
 SHORT = "training.num_steps=2 training.warmup_steps=1 training.num_samples_per_step=4 "
 SHORT += "training.k_best_of_n=[8,8] training.max_new_gen_tokens=28 validation.every=1 "
 SHORT += "validation.num_examples=4 validation.best_of_n=2 validation.temperature=0.8 "
+SHORT += "validation.max_new_gen_tokens=33 "
 SHORT += "training.micro_batch_tokens=700 training.weight_decay=0.1 training.learning_rate=5e-4"
 SIL = "training.learning_type=sil training.k_best_of_n=[2,8] training.micro_batch_tokens=200"
+BELOW = "validation.max_new_gen_tokens=20 validation.best_of_n=9 validation.temperature=1.3"
 MANY = "training.num_samples_per_step=40 training.k_best_of_n=[2,2] sampling.max_batch_tokens=3000"
 NEAR = 1e-4  # a uniform number is to a boundary, where two shapes of batches draw two tokens
 CASES = {  # ranks, settings
     "one rank": (1, ""),
     "a rank without a lesson": (2, "sampling.temperature=1.2"),
-    "sil": (2, SIL),
+    "sil": (2, f"{SIL} {BELOW}"),
     "forty questions": (1, MANY),  # both cut their batches elsewhere then
     "a chat, generate": (1, f"{SIL} sampling.backend=generate"),
-    "a chat, grouped": (1, SIL),
+    "a chat, grouped": (1, f"{SIL} {BELOW}"),
 }
 
 
