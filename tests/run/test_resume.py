@@ -4,6 +4,7 @@ Its metrics, samples, rollouts, completions and weights are equal bit for bit. O
 on has changed meanwhile: then it is refused, and nothing is lost.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,8 +60,10 @@ def settings(data) -> list[str]:
 
 
 def last_state(folder: Path) -> dict:
-    """The state in the newest checkpoint."""
-    return checkpoint.load_state(folder / "x/checkpoints/last")["state"]
+    """The state in the newest checkpoint, which `last` must lead to."""
+    root = folder / "x/checkpoints"
+    assert (root / "last").resolve() == checkpoint.newest_whole(root).resolve()
+    return checkpoint.load_state(root / "last")["state"]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -245,19 +249,36 @@ def outline(copy: Path) -> set[tuple[Path, int]]:
     return {(p.relative_to(copy), p.stat().st_size if p.is_file() else 0) for p in paths}
 
 
-def best_score(run: Path) -> float:
-    """That of the best model that is there, also between the two renames; -1 without one."""
+def best_of(run: Path) -> tuple[float, int]:
+    """Score and step of the best model that is there, also between the two renames, as its card."""
     files = [run / name / "best.json" for name in ("best", "best.old")]
-    return max((json.loads(f.read_text())["best"] for f in files if f.exists()), default=-1)
+    kept = [json.loads(file.read_text()) for file in files if file.exists()]
+    for file, best in zip(filter(Path.exists, files), kept, strict=True):
+        card = file.with_name("README.md").read_text()
+        (step, score), *_ = re.findall(r"this model, (?:after step (\d)|be[^|]*) \| (\S+)", card)
+        assert (float(score), int(step or 0)) == (best["best"], best["best_step"])
+    return max(((best["best"], best["best_step"]) for best in kept), default=(-1, 0))
+
+
+def told_of(copy: Path) -> tuple[float, int]:
+    """The best score and its step that a run which goes on from there knows, and would sum up."""
+    config, logger = load_config(["checkpoint.resume=auto"]), SimpleNamespace(warning=print)
+    run = SimpleNamespace(folder=copy / "x", config=config, logger=logger, state=State())
+    _, saved = resume.find_saved(run)
+    run.lock.close()
+    return (-1, 0) if saved is None else (saved.state.best, saved.state.best_step)
 
 
 DRAWN = os.environ.get("GRPO_TEST_KILLS", "0")  # four events, drawn by this word; or "all"
 
 
 def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
-    tmp_path, rotary_model_folder, settings, go_on
+    tmp_path, rotary_model_folder, settings, go_on, capsys
 ):
-    """From an adapter, whose sum with its base is kept; best.json and checkpoints never fall."""
+    """From an adapter, whose sum with its base is kept; best.json and checkpoints never fall.
+
+    Its card, and what the run that goes on sums up, have the score and the step of best.json.
+    """
     adapter = save_adapter(tmp_path / "adapter", rotary_model_folder)
     given = [f"model.name={adapter}", TWO, EVALUATE]
     whole, folder = tmp_path / "whole", tmp_path / "copies"
@@ -266,14 +287,17 @@ def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
     copies = sorted(folder.iterdir())
     newest = [checkpoint.newest_whole(copy / "x/checkpoints", pytest.fail) for copy in copies]
     steps = [-1 if path is None else checkpoint.step_of(path) for path in newest]
-    scores = [best_score(copy / "x") for copy in copies]
+    scores = [best_of(copy / "x") for copy in copies]
     assert steps == sorted(steps) and {*steps} == {-1, 1, 2}
-    assert scores == sorted(scores) and scores[-1] == RISING[2]
+    assert scores == sorted(scores) and scores[-1] == (RISING[2], 2)
     pairs = itertools.pairwise(copies)
     differing = [copy for before, copy in pairs if outline(before) != outline(copy)]
     assert len(differing) > 20
+    moments = zip(copies, scores, steps, strict=True)
+    assert not [c for c, best, step in moments if step > 0 and told_of(c) != best]
     for copy in differing if DRAWN == "all" else Random(DRAWN).sample(differing, 4):
         assert go_on(copy, *given, rates=RISING) == 0
+        assert "; best 0.300 at step 2, chosen" in capsys.readouterr().out
         assert_same(whole, copy)
 
 
@@ -443,6 +467,32 @@ def test_a_second_start_of_a_run_is_refused_while_the_first_lasts(parts, begin):
         begin()
     assert contents(parts) == before
     assert begin(rates=RATES) == 0
+
+
+def test_what_files_say_of_a_process_a_step_or_a_score_is_of_the_newest_start(parts, begin):
+    """After starts, kills and refusals; what is appended to, and older checkpoints, apart."""
+    (parts / "lock").write_text("process 4194304000 on a host with a longer name")
+    rates = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
+    for num_steps, raises in ((4, Interrupted), (5, None)):
+        given = f"training.num_steps={num_steps}", "validation.every=1"
+        with resume.lock_folder(parts, print), pytest.raises(ValueError):
+            begin(*given)
+        breaks = (UPDATE, 3, None) if raises else None
+        assert begin(*given, rates=rates, breaks=breaks) == (None if raises else 0)
+        with pytest.raises(ValueError):
+            begin(*given, "training.max_grad_norm=3")
+    newest = {"process": os.getpid(), "step": 5, "best_step": 5, "evaluated_at": 5, "num_steps": 5}
+    newest |= {"best": 0.6, "last_score": 0.6, "first_score": 0.1, "changed_at": 5}
+    said = rf"\b({'|'.join(newest)})\b\W+([\d.]+)"
+    found = set()
+    for file in (path for path in parts.rglob("*") if path.is_file()):
+        with contextlib.suppress(UnicodeDecodeError):
+            hits = re.findall(said, file.read_text())
+            is_older = re.search(r"step-00000[1-4]|\.jsonl$", str(file))
+            found |= {(file.name, word) for word, _ in hits if not is_older}
+            assert is_older or all(float(n) == newest[word] for word, n in hits), (file, hits)
+    assert {word for _, word in found} == {*newest}
+    assert {"lock", "best.json", "state.json", "config.yaml"} <= {name for name, _ in found}
 
 
 def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, begin, capsys):
