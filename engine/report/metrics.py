@@ -12,7 +12,7 @@ import torch
 from engine.core.config import ValidationSettings
 from engine.core.distributed import World
 from engine.core.measures import reduce_means
-from engine.core.types import Groups, Metrics
+from engine.core.types import Groups, Metrics, Trajectory
 from engine.questions.contract import Task
 from engine.questions.rewards import read_answer
 from engine.report.pass_at_k import majority_sample, solve_rates, with_interval
@@ -43,26 +43,38 @@ def rollout_metrics(
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     num = rewards.shape[1]
     num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
-    num_tokens = sum(len(t.completion.token_ids) for t in sampled)
     num_drawn = sum(t.completion.num_sampled for t in sampled)
+    columns = of_completions(sampled)
+    columns["reward"] = [t.reward for t in sampled]
+    columns["solved"] = [t.is_solved for t in sampled]
+    columns["advantage_abs"] = [abs(t.advantage) for t in batch]
+    for part in (name for name in reward_parts if name != "timeout"):
+        paid = [t.reward_parts[part] for t in sampled]
+        columns[f"part_{part}"] = [x for x in paid if x is not None]
     metrics = {
-        "train/reward": (sum(t.reward for t in sampled), len(sampled)),
         "train/reward_std": (rewards.std(dim=1, correction=num > 1).sum().item(), len(groups)),
-        "train/solved": (sum(t.is_solved for t in sampled), len(sampled)),
-        "train/solved_and_ended": (sum(t.is_solved_and_ended for t in sampled), len(sampled)),
-        "train/advantage_abs": (sum(abs(t.advantage) for t in batch), len(batch)),
         "train/entropy": (sum(float(t.completion.entropies.sum()) for t in sampled), num_drawn),
-        "train/completion_tokens": (num_tokens, len(sampled)),
-        "train/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
         "train/zero_advantage_frac": (num_equal, len(groups)),
     }
+    return metrics | sums_of("train", columns)
+
+
+def of_completions(sampled: list[Trajectory]) -> dict[str, list[float]]:
+    """What is measured of completions in training and in evaluations: of each its number."""
+    columns = {
+        "solved_and_ended": [t.is_solved_and_ended for t in sampled],
+        "completion_tokens": [len(t.completion.token_ids) for t in sampled],
+        "truncated_frac": [t.completion.truncated for t in sampled],
+    }
     if sampled[0].completion.conversation is not None:
-        metrics["train/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
-    for part in reward_parts:
-        name = "train/reward_timeouts" if part == "timeout" else f"train/part_{part}"
-        paid = [t.reward_parts[part] for t in sampled if t.reward_parts[part] is not None]
-        metrics[name] = (sum(paid), len(paid))
-    return metrics
+        columns["turns"] = [t.completion.num_turns for t in sampled]
+    if "timeout" in sampled[0].reward_parts:
+        columns["reward_timeouts"] = [t.reward_parts["timeout"] for t in sampled]
+    return columns
+
+
+def sums_of(split: str, columns: dict[str, list[float]]) -> dict[str, tuple[float, int]]:
+    return {f"{split}/{name}": (sum(column), len(column)) for name, column in columns.items()}
 
 
 def mean_of_last(
@@ -98,20 +110,9 @@ def evaluation_metrics(
     solved = [[t.is_solved for t in group] for group in groups]
     solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
     sampled = [t for group in groups for t in group]
-    num_tokens = sum(len(t.completion.token_ids) for t in sampled)
-    metrics = {
-        "eval/solved_and_ended": (sum(t.is_solved_and_ended for t in sampled), len(sampled)),
-        "eval/completion_tokens": (num_tokens, len(sampled)),
-        "eval/truncated_frac": (sum(t.completion.truncated for t in sampled), len(sampled)),
-    }
-    if task.Environment is not None:
-        metrics["eval/turns"] = (sum(t.completion.num_turns for t in sampled), len(sampled))
-    if "timeout" in task.REWARD_PARTS:
-        late = [t.reward_parts["timeout"] for t in sampled]
-        metrics["eval/reward_timeouts"] = (sum(late), len(late))
     rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
-    return rates | reduce_means(metrics, world)
+    return rates | reduce_means(sums_of("eval", of_completions(sampled)), world)
 
 
 def mean_rewards(
