@@ -17,12 +17,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, ModelCard, get_token
+from huggingface_hub import HfApi, ModelCard, errors, get_token
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.core.config import Config, LoraSettings, ModelSettings
 from engine.core.files import read_lines, write_atomically
+from engine.core.hub import problem_of, status_of
 from engine.core.types import no_log
 from engine.model.adapters import quantization_config
 from engine.model.load import base_of, load_base_tokenizer
@@ -134,7 +135,12 @@ def push(folder: Path, name: str, *, private: bool) -> None:
     An adapter's description beside a merged model would make everybody load the adapter.
     """
     hub = HfApi()
-    hub.create_repo(name, private=private, exist_ok=True)
+    try:
+        hub.create_repo(name, private=private, exist_ok=True)
+    except errors.HfHubHTTPError as error:
+        if status_of(error) != 401:
+            raise
+        raise ValueError(problem_of(error, name, None)) from error
     there = [file for file in hub.list_repo_files(name) if not (folder / file).exists()]
     gone = [file for file in there if any(fnmatch(file, pattern) for pattern in OURS)]
     hub.upload_folder(repo_id=name, folder_path=folder, delete_patterns=gone or None)

@@ -199,6 +199,8 @@ def test_what_is_pushed_is_what_is_loaded(hub, python, rotary_model_folder, data
     assert not any(TOKEN.encode() in content for content in pushed.files.values())
     push("u/y", "--public")
     assert not hub.repositories["models/u/y"].is_private
+    output = python("tools/export.py", f"{tmp_path}/x", "--push=u/z", status=2, HF_TOKEN="bad")
+    assert LOG_IN in output.splitlines()[-1]
     shutil.copytree(tmp_path / "x/best", tmp_path / "alone")  # its card is not made anew
     file = tmp_path / "alone/README.md"
     file.write_text(file.read_text().replace("- a/rows", "- a/rows:default:train"))
