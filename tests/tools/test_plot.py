@@ -97,11 +97,9 @@ CURVES = [  # runs, metric, window, which row of the curve, its values
     ([SOLO], RATE, 1, MINUTES, [0.5, 3.0, 5.5]),  # half a minute for each evaluation,
     ([SOLO], REWARD, 1, MINUTES, [1.5, 3, 4, 5.5]),  # also before the first step
     ([SOLO], RATE, 1, LOW, [0.1, 0.3, 0.2]),  # the band of a single run is its interval
-    ([SOLO], RATE, 1, HIGH, [0.4, 0.6, 0.5]),
     ([SOLO], plot.BEST_OF, 1, MEAN, [0.4, 0.8, 0.6]),
     ([SEED_0, SEED_1], RATE, 1, MEAN, [0.3, 0.65]),
-    ([SEED_0, SEED_1], RATE, 1, LOW, [0.2, 0.5]),  # the band of seeds is from the lowest
-    ([SEED_0, SEED_1], RATE, 1, HIGH, [0.4, 0.8]),  # to the highest
+    ([SEED_0, SEED_1], RATE, 1, LOW, [0.2, 0.5]),  # that of seeds begins at the lowest
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, STEPS, [1]),  # it ends with the shortest run
     ([SEED_1, SEED_2, SEED_0], REWARD, 1, HIGH, [8]),
     ([("a", [1, 2, 6, 7], {}, 60)], REWARD, 3, MEAN, [1, 1.5, 3, 5]),  # a mean of the last steps
