@@ -17,6 +17,7 @@ from engine.questions.tables import CsvRow, number_in
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+KEYS = json.JSONEncoder(sort_keys=True, default=repr)  # one for all: json.dumps would make many
 
 
 class Contract:
@@ -40,9 +41,9 @@ class Contract:
 
     def question_key(self, example: dict) -> str:
         """The whole row, whatever the order of its columns; in a CSV 9.50 is the number 9.5."""
-        is_csv = isinstance(example, CsvRow)
-        row = {name: number_in(example[name]) for name in example} if is_csv else example
-        return json.dumps(row, sort_keys=True, default=repr)
+        if isinstance(example, CsvRow):
+            example = {name: number_in(example[name]) for name in example}
+        return KEYS.encode(example)
 
     def extract_answer(self, completion: str, example: dict, *, options: TaskSettings) -> Any:
         """What the reward read, if reward_function returns that as `read`; else the text."""

@@ -43,12 +43,12 @@ def render_prompt(
 @functools.cache
 def tool_schemas(task: Task) -> list[dict]:
     """The tools of the task's Environment, its public methods, as a chat template tells of them."""
-    environment = task.Environment() if task.Environment is not None else None
-    methods = inspect.getmembers(type(environment), inspect.isfunction)
-    names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
     try:
+        environment = task.Environment() if task.Environment is not None else None
+        methods = inspect.getmembers(type(environment), inspect.isfunction)
+        names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
         return [get_json_schema(getattr(environment, name)) for name in names]
-    except Exception as error:  # of types that transformers does not export
+    except Exception as error:  # of arguments that it asks for, or types that have no schema
         raise ValueError(f"{task.file}: Environment: {error}") from error
 
 

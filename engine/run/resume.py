@@ -128,7 +128,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint
         with checkpoint.naming_damage(score, remove=score):
-            kept = json.loads(score.read_bytes())
+            kept = json.loads(score.read_bytes(), parse_constant=int)  # NaN is an error
             saved.state.best = float(kept["best"])
             saved.state.best_step = int(kept["best_step"])
     elif saved.state.best is not None and not is_there:

@@ -313,9 +313,9 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     # Bug: they were counted as time-outs, and their mean shown as that.
     "REWARD_PARTS = ('answer', 'timeout')": ": REWARD_PARTS: a part called timeout",
     "def question_key(example): return 3": ", line 7: question_key raised TypeError",
-    "class Options: low = 1": ": Options must be a pydantic BaseModel",
     # Nothing awaits it: the model would read `<coroutine object ...>`.
-    "class Environment:\n    async def respond(self, _): ...": ": Environment.respond must not be",
+    "class B:\n    async def respond(_): ...\nclass Environment(B): ...": ": Environment.respond",
+    "class Environment:\n    def __init__(self, x): ...": ": Environment: Environment.__init__()",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
     f"{TRAINS_ON}[]": ": no question left for train; load_examples must",
     f"{TRAINS_ON}[{{1: 2}}]": ": a question has the key 1: keys must be text",

@@ -373,12 +373,12 @@ def ruin_weights(run: Path) -> None:
     save_file({n: w * torch.nan for n, w in load_file(file).items()}, file, {"format": "pt"})
 
 
-def garble(name: str) -> Callable[[Path], None]:
+def garble(name: str, content: str = "") -> Callable[[Path], None]:
     """Leave a file its size, but not its content."""
 
     def change(run: Path) -> None:
         file = run / name
-        file.write_bytes(b"{" * file.stat().st_size)
+        file.write_text(content or "{" * file.stat().st_size)
 
     return change
 
@@ -425,6 +425,7 @@ REFUSED = {
     "another key": (edit({}), "training.max_grad_norm=3", "training.max_grad_norm = 3"),
     # bugs: these were up to forty lines of Python's
     "best.json": (garble("best/best.json"), "", "best/best.json is damaged (JSONDecodeError: "),
+    "NaN": (garble("best/best.json", '{"best": NaN, "best_step": 1}'), "", "damaged (ValueError: "),
     "state.json": (garble(f"{STEP_2}/state.json"), "", f"{STEP_2}/state.json is damaged (JSOND"),
     "optimizer.pt": (garble(f"{STEP_2}/optimizer.pt"), "", "2, and the run goes on by what its"),
     "a blank line": (add_a_blank_line, "", "line 2 column 1 (char 1); remove it"),
