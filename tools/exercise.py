@@ -2,6 +2,7 @@
 
     python -m tools.exercise 7 ../seven              # a copy with the bug of exercise 7
     python -m tools.exercise 7 --check main.py:210   # is it at this line of the copy?
+    python -m tools.exercise --symptom 7               # what a run of that copy measures: curves
     python -m tools.exercise --write ../mine         # plain.py without the bodies of six functions
     python -m tools.exercise --test ../mine 3        # is the third right? all six without a number
 
@@ -15,6 +16,7 @@ import argparse
 import random
 import re
 import shutil
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -79,17 +81,41 @@ def is_found(guess: str, file: str, line: int) -> bool:
     return name == file and abs(int(place[2]) - line) <= 2
 
 
+def draw_symptom(number: int) -> Path:
+    """All that a whole run with the bug measures, beside three sound ones, without the code.
+
+    The runs are those of benchmarks/ablations.py's lab "symptoms"; it makes those that are missing.
+    """
+    from tools.plot import make_figure, read_tables
+
+    lab = [sys.executable, "benchmarks/ablations.py", "--lab", "symptoms", "--rows"]
+    for row, *seeds in ((f"bug-{number}", "0"), ("default", "0", "1", "2")):
+        subprocess.run([*lab, row, "--seeds", *seeds], cwd=ROOT, check=True)
+    tables = {table.name: table for table in read_tables(ROOT / "results/symptoms.csv")}
+    copy = tables[f"bug-{number}-s0"]
+    sound = [tables[f"default-s{seed}"] for seed in (0, 1, 2)]
+    names = [name for name in copy.rows if name.startswith(("train/", "eval/"))]
+    panels = [(name, name, "") for name in names if not name.endswith(("_low", "_high"))]
+    groups = {"with the bug": [copy], "three sound runs": sound}
+    file = Path(f"symptom-{number}.png")
+    make_figure(groups, window=1, panels=panels).savefig(file)
+    return file
+
+
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.exercise", description=__doc__.split("\n")[0])
     parser.add_argument("number", type=int, nargs="?", help="of the exercise, 1 to 10")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("folder", type=Path, nargs="?", help="of the copy, a new one")
     what.add_argument("--check", metavar="FILE:LINE", help="two lines more or less are right")
+    what.add_argument("--symptom", type=int, metavar="N", help="1 to 10, without 6")
     what.add_argument("--write", type=Path, metavar="FOLDER", help="a new one")
     what.add_argument("--test", nargs="+", metavar=("FOLDER", "N"), help="N: 1 to 6")
     parser.add_argument("--draw", type=int, default=0, help="another number: other rewrites")
     options = parser.parse_args()
     with mistakes_cost_one_line():
+        if options.symptom:
+            return print(f"written: {draw_symptom(options.symptom)}; which number proves a bug?")
         if options.write:
             texts, _, _ = changed(read_changes(ANSWERS / "cut.txt"))
             folder = copy_to(options.write, PLAIN, texts)
