@@ -1,4 +1,4 @@
-"""mode=evaluate: where it writes, what it loads, votes, greedy answers; test_one_run.py too."""
+"""mode=evaluate: where it writes, what it loads, votes, greedy answers; test_shown.py too."""
 
 from functools import partial
 from pathlib import Path
@@ -6,8 +6,7 @@ from pathlib import Path
 import harness
 import numpy as np
 import pytest
-from harness import ROOT, alone, arguments, in_fp64, make_config, make_row, run_on_ranks, seed
-from one_pass import assert_plain
+from harness import ROOT, alone, arguments, make_config, make_row, run_on_ranks, seed
 
 import main
 from engine.core.distributed import World
@@ -47,15 +46,6 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
     (tmp_path / "x").touch()  # bug: it failed after all the work, in a traceback
     with pytest.raises(ValueError, match=r"x cannot be written \(File exists\); give "):
         load_evaluation(tmp_path)
-
-
-def test_the_greedy_figure_is_that_of_the_likeliest_tokens(tmp_path, monkeypatch):
-    """Whatever the temperature and top-k of the others are."""
-    in_fp64(monkeypatch)
-    run = load_evaluation(tmp_path, "sampling.top_k=3", "validation.temperature=1.3")
-    rows = [row for (row,) in main.sample_validation(run, is_greedy=True)]
-    prompts, groups = [row.prompt_ids for row in rows], [[row.completion] for row in rows]
-    assert_plain(run.policy, prompts, [(i,) for i in range(9)], groups, temperature=0.0)
 
 
 def vote(*numbers: int, right: int) -> list[main.Trajectory]:

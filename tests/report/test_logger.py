@@ -1,7 +1,6 @@
 """The logger: files that survive a kill, and a readable terminal."""
 
 import io
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -116,50 +115,9 @@ def test_a_dumb_terminal_gets_no_bars(monkeypatch):
             assert bool(bar.disable) == (kind == "dumb")
 
 
-def test_an_evaluation_shows_the_interval_and_three_completions_with_their_rewards(capsys):
-    metrics = {"eval/pass@1": 0.431, "eval/pass@1_low": 0.4, "eval/pass@1_high": 0.462}
-    metrics |= {"eval/pass@8": 0.75, "eval/completion_tokens": 312.44}
-    metrics |= {"eval/reward": 1.125, "time/eval_s": 2.0}
+def test_the_middle_of_a_long_completion_is_left_out(capsys):
+    """All else that an evaluation shows is in test_shown.py."""
     long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
-    samples = [SAMPLE, long, SAMPLE, SAMPLE]
-    log, totals = Logger(rank=0), {"pass@1": 4_096, "greedy": 512}
-    log.print_evaluation("evaluation at step 10", metrics, samples, totals=totals)
+    Logger(rank=0).print_evaluation("", {}, [long], totals={})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:11] == [
-        "evaluation at step 10",
-        "  pass@1              0.431  (1,765 of 4,096)  (95% interval 0.400 to 0.462)",
-        "  pass@8              0.750",
-        "  completion_tokens   312.4",
-        "  reward              1.125",
-        "  4 of 4 are right",
-        "  completion 1  reward 1.10  (format 1.00  answer 1.00)  9 tokens",
-        "    > Use the numbers 3 7 25, to make 46.",
-        "    <think>25 + 7 * 3</think>",
-        "    <answer>25 + 7 * 3</answer>",
-        "    read: 25+7*3  gold: #### 46",
-    ]
-    assert lines[13:15] == ["    " + "a" * 400, "    [... 118 characters ...]"]
-    assert sum(line.startswith("  completion ") for line in lines) == 3
-
-
-def test_a_later_evaluation_shows_what_became_right_or_wrong_since_step_0(tmp_path, capsys):
-    """Bug: the first three were printed each time, which need not change while pass@1 doubles."""
-
-    def evaluate(log: Logger, step: int, verdicts: list[int]) -> tuple[str, list[int]]:
-        given = [SAMPLE | {"prompt": str(i), "solved": v == 1} for i, v in enumerate(verdicts)]
-        log.print_evaluation("", {}, given, totals={})
-        log.log_samples(step, [sample | {"split": "validation"} for sample in given])
-        printed = capsys.readouterr().out
-        shown = [int(number) for number in re.findall(r"^  completion (\d+)", printed, re.M)]
-        return printed.splitlines()[1].strip(), shown
-
-    log = start(tmp_path)
-    assert evaluate(log, 0, [1, 0, 0, 0, 1, 0]) == ("2 of 6 are right", [1, 2, 3])
-    log.log_samples(5, [SAMPLE | {"split": "train", "solved": False}])
-    rose_and_fell = ("4 of 6 are right, 2 at the start", [3, 4, 5])
-    assert evaluate(log, 10, [1, 0, 1, 1, 0, 1]) == rose_and_fell
-    assert evaluate(log, 10, [1, 0, 0, 0, 1, 0]) == ("2 of 6 are right, 2 at the start", [1, 2, 3])
-    resumed = start(tmp_path, resume_step=10)
-    assert evaluate(resumed, 20, [1, 0, 1, 1, 0, 1]) == rose_and_fell
-    other_questions = [1, 0, 1]  # of another logging.samples, or of another number of ranks
-    assert evaluate(resumed, 20, other_questions) == ("2 of 3 are right", [1, 2, 3])
+    assert lines[4:6] == ["    " + "a" * 400, "    [... 118 characters ...]"]

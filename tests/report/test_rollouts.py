@@ -1,4 +1,4 @@
-"""rollouts.jsonl: what is kept of a step, and that it stays small; test_one_run.py too."""
+"""rollouts.jsonl: what is kept of a step, and that it stays small; test_shown.py too."""
 
 import itertools
 from types import SimpleNamespace

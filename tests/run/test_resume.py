@@ -255,8 +255,8 @@ def best_of(run: Path) -> tuple[float, int]:
     kept = [json.loads(file.read_text()) for file in files if file.exists()]
     for file, best in zip(filter(Path.exists, files), kept, strict=True):
         card = file.with_name("README.md").read_text()
-        (step, score), *_ = re.findall(r"this model, (?:after step (\d)|be[^|]*) \| (\S+)", card)
-        assert (float(score), int(step or 0)) == (best["best"], best["best_step"])
+        ((score, step),) = re.findall(r"(\S+) after step (\d)\.", card)
+        assert (float(score), int(step)) == (best["best"], best["best_step"])
     return max(((best["best"], best["best_step"]) for best in kept), default=(-1, 0))
 
 

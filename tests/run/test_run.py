@@ -5,29 +5,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 import harness
+import numpy as np
 import pytest
-from harness import ENVIRONMENT, ROOT, arguments, grade_by_text, read_jsonl, read_rows, train
+from harness import ENVIRONMENT, ROOT, read_jsonl, read_rows, train
 
 import main
+from engine.core.distributed import World
 from engine.questions.tasks import built_in_tasks
-from engine.run.config_file import load_config
 from engine.run.state import Run
-from engine.sampling import draw, grouped
-from main import sample_trajectories
 
 SIZES = ["training.warmup_steps=0", "training.learning_rate=0.003", "training.lr_schedule=linear"]
 SIZES += ["training.max_new_gen_tokens=12", "validation.every=1", "validation.num_examples=7"]
 SIZES += ["validation.best_of_n=4", "validation.pass_k=[1, 2]", "logging.samples=7"]
 SIZES += ["logging.train_samples_every=1", "logging.completions_every=1"]
-TWO = "training.num_steps=2"
 OF_FOUR = ["training.num_epochs=0.22", "training.num_samples_per_step_global=4"]  # 2.86 steps
-
-
-def load_run(folder: Path, model: Path, *overrides: str) -> Run:
-    return harness.load_run(load_config(arguments(folder, model, *SIZES, TWO, *overrides)))
 
 
 def test_two_ranks_do_the_same_step_as_one(rotary_model_folder, data, tmp_path):
@@ -67,63 +60,30 @@ def test_two_ranks_do_the_same_step_as_one(rotary_model_folder, data, tmp_path):
     assert shared[:4] == alone[::2]
 
 
-def test_which_model_is_the_best(tmp_path, rotary_model_folder, data, monkeypatch, capsys):
-    """The earliest of equals, and never one with a broken completion, however much it solves."""
-    measured = main.evaluation_metrics
-    scores = {"eval/pass@1": [0.5, 0.3, 0.4, 0.4], "eval/best_of_4": [0.6, 0.9, 0.9, 0.95]}
+def with_a_broken_rank(world: World, folder: Path, model: Path, *overrides: str) -> str:
+    """A run in whose second evaluation, the best, rank 1 alone has met broken logits."""
+    sample = main.sample_validation
 
-    def with_rates(*arguments) -> dict[str, float]:
-        return measured(*arguments) | {name: s[run.state.step] for name, s in scores.items()}
+    def sampled(run: Run) -> list:
+        groups = sample(run)
+        if world.rank == run.state.step == 1:
+            groups[0][0].completion.log_probs[0] = np.nan
+        return groups
 
-    monkeypatch.setattr(main, "evaluation_metrics", with_rates)
-    monkeypatch.setattr(Run, "count_broken", lambda *_: run.state.step >= 3)
-    grade_by_text(monkeypatch)
-    given = [*data, "validation.best_by=best_of_n", "training.num_steps=3"]
-    run = load_run(tmp_path, rotary_model_folder, *given)
-    main.run_training(run)
-    assert (run.state.best, run.state.best_step) == (0.9, 1)
-    said = "best_of_4 0.600 at the start, 0.950 after step 3; best 0.900 at step 1"
-    assert said in capsys.readouterr().out
-    card = (tmp_path / "x/best/README.md").read_text()
-    assert "best_of_4 0.900 after step 1." in card and len(card.splitlines()) <= 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(main, "sample_validation", sampled)
+        return harness.train_on_rank(world, folder, model, *overrides, rates=[0.1, 0.9, 0.5, 0.5])
 
 
-def test_validation_has_its_own_length_and_a_greedy_one_samples_once(
-    tmp_path, rotary_model_folder, data, monkeypatch
+def test_no_rank_takes_a_model_for_the_best_that_is_broken_on_another(
+    tmp_path, rotary_model_folder, data
 ):
-    monkeypatch.setattr(main, "sample_trajectories", spy := mock.Mock(wraps=sample_trajectories))
-    greedy = ["validation.temperature=0", "validation.best_of_n=1", "validation.pass_k=[1]"]
-    settings = [*data, "mode=evaluate", "validation.max_new_gen_tokens=40", *greedy]
-    run = load_run(tmp_path, rotary_model_folder, *settings)
-    assert main.run_evaluation(run) == 0
-    ((_, _, _, params, _),) = [call.args for call in spy.call_args_list]
-    assert (params.temperature, params.max_new_tokens) == (0, 40)
-    (file,) = (tmp_path / "x").glob("eval-*/metrics.json")
-    metrics = json.loads(file.read_text())
-    for end in ("", "_low", "_high"):  # of one sample for each question: Wilson's interval
-        assert metrics[f"eval/pass@1{end}"] == metrics[f"eval/greedy{end}"]
-    assert metrics["eval/greedy_tokens"] == metrics["eval/completion_tokens"]
-
-
-def test_no_two_samples_share_random_numbers(tmp_path, rotary_model_folder, data, monkeypatch):
-    """Training's are of the run's seed and the question, validation's are always the same."""
-    draws, draw_uniforms = [], draw.draw_uniforms  # a question's seed, and a row of its numbers
-
-    def draw_and_note(seeds, params):
-        drawn = draw_uniforms(seeds, params)
-        for some, rows in zip(seeds, drawn.view(len(seeds), -1, drawn.shape[-1]), strict=True):
-            draws.extend((some, tuple(row)) for row in rows.tolist())
-        return drawn
-
-    monkeypatch.setattr(grouped, "draw_uniforms", draw_and_note)
-    for number in ("2", "3"):  # an epoch is of three questions, and ends in the second step
-        given = [*data, f"training.seed={number}", "task.max_train_examples=3"]
-        assert main.run_training(load_run(tmp_path / number, rotary_model_folder, *given)) == 0
-    trained = [some for some, _ in draws if len(some) == 3]
-    assert sorted(some[-1] for some in trained) == [n for n in (0, 1, 2, 3) for _ in range(16)]
-    num_validation = 7 * 4
-    assert len(draws) == len(trained) + 2 * 3 * num_validation
-    assert len({row for _, row in draws}) == len(trained) + num_validation
+    """And of equals the earliest is the best."""
+    given = [tmp_path, rotary_model_folder, *data, "training.num_steps=3", "validation.every=1"]
+    output, _ = harness.run_on_ranks(with_a_broken_rank, 2, *given, folder=tmp_path)
+    best = json.loads((tmp_path / "x/best/best.json").read_text())
+    assert (best["best"], best["best_step"]) == (0.5, 2)
+    assert output.count("1 completions ended at logits that were not finite") == 1
 
 
 ASK_EACH = """
