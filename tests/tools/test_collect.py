@@ -1,8 +1,13 @@
 """What a run has learned becomes a file that another model can begin with."""
 
+import json
+
+import harness
+import pytest
 from harness import ROOT, load_rows, make_config, make_policy, make_run, read_jsonl, seed
 
 import countdown
+import main
 from engine.questions.tasks import load_task
 from tools import collect, imitate
 
@@ -25,6 +30,34 @@ def test_each_row_solves_a_training_question_and_tools_imitate_takes_it(run, cal
     read = imitate.read_answers(load_task(config.task), config, file)
     chosen = imitate.choose_answers(other, read, file, only_solved=True)
     assert [answer.text for answer in chosen] == [text for _, text in texts]
+
+
+@pytest.mark.parametrize("num", [1, 31, 32, 33])
+def test_what_is_said_to_be_sampled_was(num, run, call, capsys, monkeypatch, tmp_path):
+    """Questions times samples, where batches are of 32: in each way to sample but training."""
+    sampled, decode = [], main.decode_in_batches
+
+    def decoded(*given, **settings):
+        groups = decode(*given, **settings)
+        sampled.append(sum(map(len, groups)))
+        return groups
+
+    monkeypatch.setattr(main, "decode_in_batches", decoded)
+    sizes = ["training.max_new_gen_tokens=8", "task.max_train_examples=99"]
+    sizes += [f"validation.num_examples={num}", "validation.best_of_n=2"]
+    _, output, _ = call(collect, run, "--questions", num, "--samples", 2, *sizes)
+    assert sum(sampled) == 2 * num and f"of {2 * num} samples solve" in output
+    if num in (1, 33):  # their batches have no limit of their own
+        sampled.clear()
+        assert harness.run_main("mode=evaluate", f"run.dir={tmp_path}/runs", *sizes) == 0
+        output, said = capsys.readouterr().out, f"evaluating: {num} questions x 2 samples\n"
+        assert said in output and f" of {2 * num})  (95%" in output and sampled == [2 * num, num]
+        row = {"nums": [1, 2, 3], "target": 6, "completion": "1 + 2"}
+        (tmp_path / "answers.jsonl").write_text(json.dumps(row))
+        given = [tmp_path / "answers.jsonl", "--steps=1", f"--out={tmp_path}/o", *sizes]
+        sampled.clear()
+        status, output, _ = call(imitate, ROOT / "tiny", *given, "training.num_samples_per_step=1")
+        assert status == 0 and output.count(said) == 2 and sampled == [2 * num] * 2
 
 
 def test_an_answer_that_was_cut_off_is_not_collected(run, call, monkeypatch):
