@@ -151,7 +151,7 @@ def check_functions(task: Task, example: dict) -> None:
         prompt = task.generate_prompt(copy.deepcopy(example), options=task.options)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
-    if not all(isinstance(text, str) and text for text in texts):
+    if not all(isinstance(text, str) and text.strip() for text in texts):
         wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
         raise ValueError(f"{task.file}: generate_prompt must return {wanted}, not {prompt!r:.80}")
     if task.Environment is None:

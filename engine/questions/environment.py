@@ -22,7 +22,6 @@ from engine.questions import templates
 from engine.questions.contract import Task, assistant_prefix
 
 REPLY = "A made-up reply."
-LONGEST_TOKEN = 64  # characters; a reply that cannot fit is cut before it is tokenised
 # How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
 CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
 FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
@@ -96,7 +95,8 @@ class Conversation:
             replies = [] if said is None else [{"role": "user", "content": said}]
         if not replies or self.num_turns >= self.max_turns:
             return None
-        num_chars = LONGEST_TOKEN * (self.max_new_tokens - len(token_ids))
+        # What cannot fit is cut before it is tokenised.
+        num_chars = self.turns.longest * (self.max_new_tokens - len(token_ids))
         for reply in replies:
             reply["content"] = self.turns.clean(reply["content"][:num_chars])
         reply_ids = self.turns.render_reply(replies)
@@ -178,6 +178,7 @@ class Turns:
         tools = templates.tool_schemas(task)
         self.end_id = templates.end_of_turn(tokenizer)  # this token asks for a reply
         self.end = tokenizer.convert_ids_to_tokens(self.end_id)
+        self.longest = max(map(len, tokenizer.get_vocab()))  # token, in characters
         self.decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         render = functools.partial(templates.apply_template, tokenizer=tokenizer)
         plain, text = (render([templates.QUESTION], tools=some) for some in ([], tools))

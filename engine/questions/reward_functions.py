@@ -82,7 +82,8 @@ class RewardTask(Task):
     def parse_row(self, row: dict, *, options: TaskSettings) -> dict:
         """The row as it is, if there is a prompt in it or task.prompt makes one of it."""
         prompt = row.get("prompt")
-        if options.prompt is None and not (prompt and isinstance(prompt, str | list)):
+        is_there = isinstance(prompt, str | list) and str(prompt or "").strip()
+        if options.prompt is None and not is_there:
             names = ", ".join(f"{{{name}}}" for name in row)
             raise ValueError(
                 f"no text or messages in a column prompt: add one, or word task.prompt with {names}"

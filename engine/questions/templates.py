@@ -59,16 +59,17 @@ def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]
     it before the user's message. Raises ValueError for a template that fails all the same.
     """
     has_system = chat[0]["role"] == "system"
+    how = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
+    render = functools.partial(tokenizer.apply_chat_template, **how)
     try:
-        text = tokenizer.apply_chat_template(
-            chat, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
+        text = render(chat)
     except Exception as error:  # a template is a program, which may raise anything
         if not has_system:
             model = tokenizer.name_or_path
             raise ValueError(f"the chat template of {model} fails: {error}") from error
     else:
-        if not has_system or chat[0]["content"].strip() in text:
+        other = [chat[0] | {"content": "Other words."}, *chat[1:]]
+        if not has_system or text != render(other):
             return text
     system, user, *others = chat
     user = user | {"content": f"{system['content']}\n\n{user['content']}"}

@@ -309,20 +309,12 @@ def templated(tokenizer) -> PreTrainedTokenizerFast:
     return chatty(tokenizer, CHAT_TEMPLATE)
 
 
-BRIEF = {"role": "system", "content": "Be brief."}
 ASKED = "<user>Make 24.</user>\n<assistant>"
-TOLD = "<user>Be brief.\n\nMake 24.</user>\n<assistant>"
-REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}"
-DROPS = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
 RENDERED = {  # the prompt, the template, and the text
     "a question": (CHAT[:1], CHAT_TEMPLATE, ASKED),
     "an answer that is begun": (CHAT, CHAT_TEMPLATE, f"{ASKED}Let me see.\n<think>"),
     "without a template": (CHAT, None, "Make 24.\nLet me see.\n<think>"),
     "a text": ("Make 24.", CHAT_TEMPLATE, "Make 24."),  # base models may have a template, too
-    "a system message": ([BRIEF, *CHAT[:1]], CHAT_TEMPLATE, f"<system>Be brief.</system>\n{ASKED}"),
-    # Gemma 2's template refuses a system message, and others leave it out without a word.
-    "a refused one": ([BRIEF, *CHAT[:1]], REFUSES + CHAT_TEMPLATE, TOLD),
-    "a dropped one": ([BRIEF, *CHAT[:1]], DROPS + CHAT_TEMPLATE, TOLD),
 }
 
 
@@ -332,6 +324,38 @@ def test_a_chat_template_renders_the_chat_and_leaves_the_assistants_beginning_op
     assert render_prompt(prompt, templated) == text
     begun = "Let me see.\n<think>"  # what the prompt already says
     assert assistant_prefix(prompt) == (begun if text.endswith(begun) else "")
+
+
+# What templates do with a system message: Gemma 2's refuses one, others leave it out without a
+# word, Qwen2.5's has one of its own if there is none, Mistral's puts it into the user's turn.
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}"
+DROPS = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}"
+ADDS = "{% if messages[0].role != 'system' %}<system>Help.</system>\n{% endif %}"
+JOINS = "{% if messages[0].role == 'system' %}{% set messages = [{'role': 'user', 'content': "
+JOINS += "messages[0].content + '\n\n' + messages[1].content}] + messages[2:] %}{% endif %}"
+SYSTEMS = {"keeps": "", "refuses": REFUSES, "drops": DROPS, "adds": ADDS, "joins": JOINS}
+
+
+@every_task
+@pytest.mark.parametrize("words", [None, "Be brief.", "2", "ke"])
+def test_a_system_prompts_words_stand_once_and_in_their_turn(name, words, templated):
+    """Bug: words that stand in the question too were taken for kept, and left out."""
+    task, row = make_task(name, system_prompt=words), ROWS[name][2]
+    if isinstance(posed := make_task(name).pose(row), str):
+        assert render_prompt(task.pose(row), templated) == "\n\n".join([words, posed][not words :])
+        return
+    *told, user, last = [None, *posed]
+    begun = last["content"] if last["role"] == "assistant" else ""
+    *told, user = [*told, user] if begun else [*told, user, last]
+    system = words or (told[-1]["content"] if told[-1] else None)
+    for does, template in SYSTEMS.items():
+        templated.chat_template = template + CHAT_TEMPLATE
+        text, apart = user["content"].strip(), does in ("keeps", "adds")
+        heads = {None: "<system>Help.</system>\n" * (does == "adds")}
+        head = heads.get(system, f"<system>{system}</system>\n" if apart else "")
+        text = text if apart or system is None else f"{system}\n\n{text}"
+        found = render_prompt(task.pose(row), templated)
+        assert found == f"{head}<user>{text}</user>\n<assistant>{begun}", does
 
 
 def test_a_template_that_writes_the_date_writes_the_one_that_the_run_began_on(tmp_path, templated):

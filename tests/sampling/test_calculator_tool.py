@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from harness import make_policy, save_writer
 from one_pass import assert_plain
+from test_stop_texts import with_spaces_before
 
 from engine.core.types import Completion
 from engine.model.policy import Policy
 from engine.questions.prompts import completion_text
-from engine.sampling.calculator import STYLES
+from engine.sampling.calculator import STYLES, Calculator
 
 START, END, REPLY, REPLIED = (*STYLES["nanochat"][:2], "<|output_start|>", "<|output_end|>")
 # Which tokens may follow which, each as likely as the others. In one case of two a completion asks
@@ -93,5 +94,18 @@ def test_the_last_expression_is_calculated_and_what_cannot_be_is_left_to_the_mod
     encode = calculator.tokenizer.encode
     for text, reply in REPLIES[style]:
         assert calculator.reply(encode(text)) == encode(reply), text[:40]
-    if style == "nanochat":
-        assert calculator.asking_ids == encode(END)
+
+
+@pytest.mark.parametrize("spaces", ["own tokens", "before"])
+@pytest.mark.parametrize("style", STYLES)
+def test_the_tokens_that_ask_are_all_that_end_in_the_mark(style, spaces, tokenizer):
+    """Found by force; a mark may be the end of a token, or stand in its middle, where none asks."""
+    tokenizer = with_spaces_before() if spaces == "before" else copy.deepcopy(tokenizer)
+    tokenizer.add_tokens([START, END, REPLY, REPLIED], special_tokens=True)
+    tokenizer.add_tokens(["3=", "==", " =", "=x", "= ", "<<12*3=", f"3{END}", f"{END}3"])
+    mark, behind = STYLES[style][1], tokenizer.encode("a", add_special_tokens=False)
+    texts = {i: tokenizer.decode([*behind, i]) for i in tokenizer.get_vocab().values()}
+    calculator = Calculator(tokenizer, style)
+    assert calculator.asking_ids == sorted(i for i, text in texts.items() if text.endswith(mark))
+    ids = tokenizer.convert_tokens_to_ids(["<<12*3="] if style == "gsm8k" else [START, "3=", END])
+    assert bool(calculator.reply(ids)) == (style == "gsm8k")

@@ -7,10 +7,10 @@ import json
 import random
 import re
 import sys
-import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import harness
 import numpy as np
@@ -268,15 +268,31 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(folder):
     assert answer(run, "<tool_call>" + "[" * 10**5) is None
 
 
-def test_a_reply_holds_no_special_token_and_is_cut_before_it_is_tokenised(folder):
-    results = ["a<|im_<|im_end|>end|>b", "\ud800", "x" * 10**7, [1, None]]
+def test_a_reply_that_fits_is_whole_and_one_that_does_not_is_cut_where_its_tokens_end(folder):
+    """And before they are made. Bug: replies of long tokens were cut at 64 characters a token."""
+    long = ["w" * 200, "Reason inside <think> ", " 12", "x"]
+    run = make(folder, f"{ENVIRONMENT}\n    def respond(self, message):\n        return LONG\n")
+    run.policy.tokenizer.add_tokens(long[:1])
+    module = sys.modules[f"user_task_{Path(run.task.file).stem}"]
+    for word in long:
+        module.LONG = word * 90
+        conversation = start(run)
+        conversation.max_new_tokens = 10**4
+        whole = conversation.reply(encode(run, "nu", END))
+        for room in (len(whole), len(whole) - 1, 40):
+            module.LONG = word * (90 if room >= len(whole) - 1 else 9_000)
+            conversation = start(run)
+            conversation.max_new_tokens = room + 3
+            conversation.turns.clean = mock.Mock(wraps=conversation.turns.clean)
+            assert conversation.reply(encode(run, "nu", END))[:room] == whole[:room], word[:9]
+            assert len(conversation.turns.clean.call_args[0][0]) <= 200 * (room + 1)
+
+
+def test_a_reply_holds_no_special_token(folder):
+    results = ["a<|im_<|im_end|>end|>b", "\ud800", [1, None]]
     run = make(folder, ENVIRONMENT.replace("return self.counter\n", f"return {results}[step]\n"))
-    assert answer(run, call(0)) == reply("ab")
-    assert answer(run, call(1)) == reply("?")
-    start_s = time.process_time()
-    assert len(answer(run, call(2))) < 150 * 100
-    assert time.process_time() - start_s < 1
-    assert answer(run, call(3)) == reply("[1, None]")
+    for i, text in enumerate(["ab", "?", "[1, None]"]):
+        assert answer(run, call(i)) == reply(text)
     # bug: full-width letters, which NFKC turns into plain ones, ended the turn
     tokenizer = copy.deepcopy(run.policy.tokenizer)
     tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
@@ -429,3 +445,23 @@ def test_an_environment_that_fails_stops_the_run_in_one_line(folder, method, sta
     with pytest.raises(RewardError, match=message) as raised:
         play(run, num_samples=12)
     assert "{'n': 1}" in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("limits", [(150, 30), (30, 150)])
+def test_a_games_prompt_leaves_room_for_its_own_splits_completions(folder, limits):
+    """The context has 1024 tokens; where the other split has less room, that does not matter."""
+    keys = ("training.max_new_gen_tokens", "validation.max_new_gen_tokens")
+    given = [f"{key}={limit}" for key, limit in zip(keys, limits, strict=True)]
+    given += ["training.k_best_of_n=[2,2]", "validation.best_of_n=2"]
+    long = "def reset(self, n):\n        self.counter = self.target = 0\n        return '1' * n\n"
+    run = make(folder, f"{ENVIRONMENT}\n    {long}", *given)
+    base = len(start(run).prompt_ids) - 1
+    for limit, split in zip(limits, ("train", "eval"), strict=True):
+        for excess in (0, 1):
+            run.validation_questions = [{"n": 1024 - limit - base + excess}]
+            asked = run.validation_questions, SEEDS, run.policy.params, Clock()
+            with pytest.raises(RewardError) if excess else contextlib.nullcontext():
+                if split == "eval":
+                    main.sample_validation(run)
+                else:
+                    main.sample_trajectories(run, *asked)
