@@ -219,6 +219,64 @@ def test_functions_pay_the_same_in_every_order(order, folder):
     assert task.take_logged() == {"judged": (4, 2)}
 
 
+OBJECT = "class Own:\n    __hash__ = None\n    {}def __call__(self, **columns): return pay({})\n"
+OBJECT += "own = Own()"
+FORMS = {
+    "def": "def own(**columns): return pay(columns)",
+    "async def": "async def own(**columns): return pay(columns, await nap())",
+    "object": OBJECT.format("", "columns"),
+    "async object": OBJECT.format("async ", "columns, await nap()"),
+    "partial": "def f(one, **columns): return pay(columns)\nown = functools.partial(f, 1)",
+}
+SIBLINGS = """
+import asyncio, functools
+CALLS, nap = [], lambda: asyncio.sleep(0.01)
+
+def other(completions, log_metric, **_):
+    log_metric("other", 1.0)
+    return [0.25] * len(completions)
+
+def pay(columns, *_):
+    num = len(columns["completions"])
+    CALLS.append((columns["prompts"][0], [*columns["rewards"]]))
+    columns["log_metric"]("own", num)
+    for spoilt in [column for column in columns.values() if hasattr(column, "clear")]:
+        spoilt.clear()
+    return [0.5] * num
+
+def fail(*_):
+    1 / 0
+"""
+
+
+@pytest.mark.parametrize("names", ["[own]", "[own, other]", "[other, own]"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names):
+    """With copies, in order, once a question; late only where it can be left; its line is told."""
+    (folder / "siblings.py").write_text(SIBLINGS + FORMS[form])
+    import_file.cache_clear()
+    task, order = make_task(f"siblings:{names}", reward_timeout=5), re.findall(r"\w+", names)
+    module, before = import_file(folder / "siblings.py"), copy.deepcopy(KINDS)
+    (row, *_), _ = paid(task)
+    paid_by = {name: {"own": 0.5, "other": 0.25}[name] for name in order}
+    assert row == paid_by | ({"timeout": 0.0} if "async" in form else {}) and before == KINDS
+    earlier = order[: order.index("own")]
+    assert [(question["prompt"], earlier) for question in KINDS] == module.CALLS
+    assert task.take_logged() == {name: {"own": (4, 2), "other": (2, 2)}[name] for name in order}
+    start = SIBLINGS.count("\n") + 1 + 2 * ("class" in FORMS[form])
+    for pay, said in (
+        (module.fail, f"line {SIBLINGS.count(chr(10))}: own raised ZeroDivisionError: .*1\\?"),
+        (lambda *_: [float("nan")] * 2, f"line {start}: own must return a list of 2 .*1\\?"),
+    ):
+        module.pay = pay
+        with pytest.raises(RewardError, match=f"siblings.py, {said}"):
+            paid(task)
+    module.pay, module.nap = lambda *_: [1.0] * 2, lambda: asyncio.sleep(60)
+    task = make_task(f"siblings:{names}", reward_timeout=0.1)
+    expected = {"own": None, "timeout": 1.0} if "async" in form else {"own": 1.0}
+    assert all(row.items() >= expected.items() for group in paid(task) for row in group)
+
+
 JUDGES = """
 import asyncio, os, pathlib, signal, threading, time
 LOCK, LOOPS, LEFT, HUNG = asyncio.Lock(), set(), [], threading.Event()

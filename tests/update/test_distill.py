@@ -10,7 +10,8 @@ import torch
 from harness import change_json, load_trained, make_config, make_policy
 from transformers import AutoModelForCausalLM
 
-from engine.core.config import ConfigError
+from engine.core.config import ConfigError, LoraSettings, ModelSettings
+from engine.model.load import find_base, of_teacher
 
 
 def distilling(teacher: Path) -> list[str]:
@@ -54,6 +55,29 @@ def test_a_teacher_of_other_tokens_or_fewer_is_refused_without_its_weights(
     (other / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match=f"^model.teacher = {other}: its tokenizer lacks 2 of "):
         make_policy(model, *distilling(other))
+
+
+STUDENTS = {"teacher_revision": "b", "compute_dtype": "float16", "attn_implementation": "eager"}
+STUDENTS |= {"name": "student", "teacher": "teacher", "revision": "a", "trust_remote_code": True}
+STUDENTS |= {"gradient_checkpointing": True, "shard": True, "lora": LoraSettings(r=3)}
+STUDENTS |= {"load_in_4bit": True}
+SHARED = {"compute_dtype", "attn_implementation", "trust_remote_code", "teacher"}
+SHARED |= {"teacher_revision"}  # these two name it
+
+
+def test_each_key_of_the_students_settings_is_shared_or_the_teachers_own(tmp_path):
+    """Of its base, if it is an adapter, each is shared but the name and the revision."""
+    student, plain = ModelSettings(**STUDENTS), ModelSettings()
+    assert not [key for key, value in plain if getattr(student, key) == value]
+    own = {"name": "teacher", "revision": "b", "gradient_checkpointing": False}  # off, as null is
+    teacher = of_teacher(make_config().replace(model=student))
+    for key, value in teacher.model:
+        usual = getattr(plain, key)
+        assert value == (getattr(student, key) if key in SHARED else own.get(key, usual)), key
+    assert teacher.mode == "evaluate"  # nothing of it is trained
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/tmp"}')
+    base = find_base(student.replace(name=str(tmp_path)))
+    assert base == student.replace(name="/tmp", revision=None)
 
 
 SAID = [  # what is changed in the teacher's files, and the warning about it
