@@ -4,6 +4,7 @@ Each gets the situations of docs/exercises/answers/situations.yaml, in processes
 ranks of a run. They are ended when a situation takes ten seconds.
 """
 
+import logging
 import os
 import socket
 import sys
@@ -58,6 +59,7 @@ def on_ranks(num_ranks: int, function: Callable, folder: Path, *arguments: objec
         free.bind(("127.0.0.1", 0))
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
     where |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    logging.getLogger("torch.multiprocessing").setLevel("ERROR")  # one rank's end ends the other
     given = (where, function, folder.resolve(), *arguments)
     try:
         start_processes(begin, given, num_ranks, start_method="fork")
