@@ -1,5 +1,6 @@
 """Functions that a reader wrote: right in any form, wrong for a reason that is said."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,15 +28,8 @@ def fill(folder: Path, cut: str, replaced: tuple[str, str] = ("", "")) -> None:
 
 def test_nothing_of_the_answers_is_left(cut):
     assert cut.count("raise NotImplementedError") == 6
-    for words in (
-        "length limit",
-        "all ranks' rows",
-        "log soft",
-        "no_sync",
-        "searchsorted",
-        "end token",
-    ):
-        assert words not in cut
+    answers = "length limit|all ranks' rows|log softmax|no_sync|searchsorted|end token|cumsum"
+    assert not re.search(answers, cut)
 
 
 @pytest.mark.parametrize(("number", "how"), WRONG)
