@@ -27,6 +27,7 @@ from engine.run.mistakes import mistakes_cost_one_line
 COPIED = {"main.py", "countdown.py", "logger.py", "config.yaml", "configs", "engine", "tasks"}
 COPIED |= {"tiny", "tools", "requirements.txt", "pyproject.toml"}
 PLAIN = {"plain.py", "countdown.py", "config.yaml", "tiny"}
+OURS = {"__pycache__", "exercise.py", "written.py"}  # in no copy
 ANSWERS = ROOT / "docs/exercises/answers"
 
 
@@ -67,38 +68,34 @@ def copy_to(folder: Path, names: set[str], texts: dict[str, str]) -> Path:
 
 
 def not_copied(copied: set[str], folder: str, names: list[str]) -> set[str]:
-    ours = {"__pycache__", "exercise.py", "written.py"}
-    return {*names} - copied if Path(folder) == ROOT else ours
+    return {*names} - copied if Path(folder) == ROOT else OURS
 
 
 def is_found(guess: str, file: str, line: int) -> bool:
     """Whether FILE:LINE, of the copy, is within two lines of the bug."""
     place = re.fullmatch(r"(.+):(\d+)", guess)
     name = Path(place[1]).as_posix() if place else ""  # without ./
-    is_ours = name.endswith(("/exercise.py", "/written.py"))
-    if name.split("/")[0] not in COPIED or is_ours or not (ROOT / name).is_file():
+    is_theirs = name.split("/")[0] in COPIED and name.split("/")[-1] not in OURS
+    if not is_theirs or not (ROOT / name).is_file():
         raise ValueError(f"--check {guess}: name a file of the copy and a line, as main.py:210")
     return name == file and abs(int(place[2]) - line) <= 2
 
 
 def draw_symptom(number: int) -> Path:
-    """All that a whole run with the bug measures, beside three sound ones, without the code.
-
-    The runs are those of benchmarks/ablations.py's lab "symptoms"; it makes those that are missing.
-    """
+    """All that a whole run with the bug measures, beside three sound ones, without the code."""
     from tools.plot import make_figure, read_tables
 
-    lab = [sys.executable, "benchmarks/ablations.py", "--lab", "symptoms", "--rows"]
-    for row, *seeds in ((f"bug-{number}", "0"), ("default", "0", "1", "2")):
-        subprocess.run([*lab, row, "--seeds", *seeds], cwd=ROOT, check=True)
+    # The lab "symptoms" keeps its runs in results/symptoms.csv, and makes those that are missing.
+    lab = [sys.executable, "benchmarks/ablations.py", "--lab", "symptoms", "--seeds"]
+    for more in ("0 --rows bug-" + str(number), "0 1 2 --rows default"):
+        subprocess.run(lab + more.split(), cwd=ROOT, check=True)
     tables = {table.name: table for table in read_tables(ROOT / "results/symptoms.csv")}
     copy = tables[f"bug-{number}-s0"]
     sound = [tables[f"default-s{seed}"] for seed in (0, 1, 2)]
-    names = [name for name in copy.rows if name.startswith(("train/", "eval/"))]
-    panels = [(name, name, "") for name in names if not name.endswith(("_low", "_high"))]
-    groups = {"with the bug": [copy], "three sound runs": sound}
+    panels = [(name, name, "") for name in copy.rows if re.match("train/|eval/pass@1$", name)]
+    figure = make_figure({"a bug": [copy], "three sound runs": sound}, window=1, panels=panels)
     file = Path(f"symptom-{number}.png")
-    make_figure(groups, window=1, panels=panels).savefig(file)
+    figure.savefig(file)
     return file
 
 

@@ -1,13 +1,14 @@
 """Compare the six functions of a folder's plain.py with this repository's: see tools.exercise.
 
-Each gets the situations of docs/exercises/answers/situations.yaml, in processes of its own, the
-ranks of a run. They are ended when a situation takes ten seconds.
+Each gets the situations of docs/exercises/answers/situations.yaml, in two processes of the
+folder's, the ranks of a run. They are ended when a situation takes ten seconds.
 """
 
 import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -28,6 +29,7 @@ from torch.testing import assert_close
 import plain
 from engine import ROOT
 
+SITUATIONS = yaml.safe_load((ROOT / "docs/exercises/answers/situations.yaml").read_text())
 TIME_S = 10
 CLOSE = 1e-5  # another order of summation differs by less, relatively
 SETTINGS = """training.num_samples_per_step=4 training.k_best_of_n=[8,8] training.warmup_steps=1
@@ -36,69 +38,73 @@ training.max_new_gen_tokens=64 training.micro_batch_tokens=700"""
 
 def check(folder: Path, number: int | None) -> bool:
     """Print whether each function is right, or one; if all six are, also how they train."""
-    situations = yaml.safe_load((ROOT / "docs/exercises/answers/situations.yaml").read_text())
-    if not (folder / "plain.py").is_file() or number not in (None, *range(1, 1 + len(situations))):
+    if not (folder / "plain.py").is_file() or number not in (None, 1, 2, 3, 4, 5, 6):
         raise ValueError(f"--test {folder}: give a folder that --write has made, and 1 to 6")
-    are_right = []
-    for i, (name, own) in enumerate(situations.items(), start=1):
-        if number in (None, i):
-            print(f"{i}. {name}: ", end="", flush=True)
-            num_ranks = 1 + (name == "accumulate_gradients")
-            are_right.append(on_ranks(num_ranks, compare, folder, name, own))
-            if are_right[-1]:
-                print(f"right in {len(own)} situations")
-    if not all(are_right) or number:
-        return all(are_right)
-    print("now both train for three steps, on two ranks", flush=True)
-    return on_ranks(2, compare_training, folder)
+    is_right = on_two_ranks(check_functions, folder, number)
+    return is_right and (number is not None or on_two_ranks(train_alike, folder))
 
 
-def on_ranks(num_ranks: int, function: Callable, folder: Path, *arguments: object) -> bool:
-    """Call it with the folder's module on each rank; whether none has ended with an error."""
+def on_two_ranks(function: Callable[..., bool], folder: Path, *arguments: object) -> bool:
+    """Whether it is true of the folder's module on both ranks, which say what they find."""
+    logging.getLogger("torch.multiprocessing").setLevel("ERROR")  # one rank's end ends the other
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
-    where |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    logging.getLogger("torch.multiprocessing").setLevel("ERROR")  # one rank's end ends the other
-    given = (where, function, folder.resolve(), *arguments)
+        given = (free.getsockname()[1], function, folder.resolve(), *arguments)
     try:
-        start_processes(begin, given, num_ranks, start_method="fork")
-    except ProcessExitedException:  # it has said why
+        start_processes(call_on_rank, given, 2, start_method="fork")
+    except ProcessExitedException:
         return False
     return True
 
 
-def begin(rank: int, where: dict, function: Callable, folder: Path, *arguments: object) -> None:
-    where |= {"RANK": rank, "LOCAL_RANK": rank}
+def call_on_rank(rank: int, port: int, function: Callable, folder: Path, *given: object) -> None:
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2}
+    where |= {"LOCAL_WORLD_SIZE": 2, "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= {name: str(value) for name, value in where.items()}
     torch.set_num_threads(1)
     torch.set_printoptions(precision=7)
     del sys.modules["plain"]
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
-    function(import_module("plain"), *arguments)
+    os._exit(not function(import_module("plain"), *given))
 
 
-def compare(theirs: ModuleType, name: str, situations: dict) -> None:
-    """Print the first situation in which the function is wrong, and what both make of it."""
-    for situation, given in situations.items():
-        clock = Timer(TIME_S, end, [f"wrong, it does not end: {situation}\n     given     {given}"])
+def check_functions(theirs: ModuleType, number: int | None) -> bool:
+    is_right = True
+    for i, name in enumerate(SITUATIONS, start=1):
+        rank = int(os.environ["RANK"])
+        if number in (None, i) and (rank == 0 or name == "accumulate_gradients"):
+            problem = find_problem(theirs, name)
+            is_right &= problem == ""
+            if rank == 0 or problem:
+                time.sleep(3 * rank)  # if rank 0 says it too, its end ends this one before
+                right = f"right in {len(SITUATIONS[name])} situations"
+                print(f"{i}. {name}: {problem or right}", flush=True)
+    return is_right
+
+
+def find_problem(theirs: ModuleType, name: str) -> str:
+    """The first situation in which the function is wrong, and what both make of it, or ""."""
+    for situation, given in SITUATIONS[name].items():
+        text = f"wrong: {situation}\n     given     {given}\n     yours     "
+        clock = Timer(TIME_S, give_up, [f"{name}: {text}nothing within {TIME_S} s"])
         clock.start()
         expected = outcome(plain, name, given)
         try:
             got = outcome(theirs, name, given)
             assert_close(got, expected, rtol=CLOSE, atol=1e-30, check_dtype=False)
         except NotImplementedError:
-            end("not written yet")
+            return "not written yet"
         except Exception as error:
             got = got if isinstance(error, AssertionError) else repr(error)
-            lines = {"given": given, "yours": got, "plain.py": expected}
-            texts = [f"\n     {key:10}{value}" for key, value in lines.items()]
-            end(f"wrong: {situation}{''.join(texts)}")
-        clock.cancel()
+            return f"{text}{got}\n     plain.py  {expected}"
+        finally:
+            clock.cancel()
+    return ""
 
 
-def end(text: str) -> None:
+def give_up(text: str) -> None:
+    time.sleep(3 * int(os.environ["RANK"]))
     print(text, flush=True)
     os._exit(1)
 
@@ -148,43 +154,36 @@ def loss_of(policy: nn.Module, micro_batch: list) -> Tensor:
     return policy(torch.tensor(micro_batch)[:, None]).sum()
 
 
-def compare_training(theirs: ModuleType) -> None:
-    """On rank 0 print whether three steps give the same weights, else where they part."""
+def train_alike(theirs: ModuleType) -> bool:
+    """Whether three steps give the same weights, or the same update on the same completions."""
     run = plain.build_run(plain.read_config(SETTINGS.split()))
     start = parameters_to_vector(run.model.parameters()).detach()
     drawn: dict = {}
-    ours = three_steps(plain, run, start, drawn)
-    own = three_steps(theirs, run, start, {})
-    same = [torch.equal(a, b) for (a, _), (b, _) in zip(ours, own, strict=True)]
+    expected, weights = three_steps(plain, run, start, drawn)
+    rows, own_weights = three_steps(theirs, run, start, {})
     text, distance = "after three steps the weights equal plain.py's bit for bit", 0.0
-    if not all(same):
-        step = same.index(False)
-        _, expected = ours[step]
-        _, gradient = three_steps(theirs, run, start, drawn)[step]
-        distance = ((gradient - expected).norm() / expected.norm()).item()
-        text = f"the weights part from plain.py's in step {step + 1}; on the same completions the "
-        text += f"gradient differs by {distance:.1e}, where {CLOSE} is right"
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-    os._exit(distance > CLOSE)
+    if not torch.equal(weights, own_weights):
+        step = next((i for i in range(3) if rows[i] != expected[i]), 2)
+        again, _ = three_steps(theirs, run, start, drawn)
+        norm, own_norm = (steps[step]["train/grad_norm"] for steps in (expected, again))
+        distance = abs(own_norm / norm - 1)
+        text = f"plain.py's run parts from yours in step {step + 1}; on the same completions "
+        text += f"the gradient's norm differs by {distance:.1e} ({CLOSE} is right)"
+    plain.say(text)
+    return distance <= CLOSE
 
 
-def three_steps(module: ModuleType, run: plain.Run, start: Tensor, drawn: dict) -> list[tuple]:
-    """The weights after each step, and AdamW's mean gradient; `drawn`: completions by seed."""
+def three_steps(module: ModuleType, run: plain.Run, start: Tensor, drawn: dict) -> tuple:
+    """What each step measures, and the weights behind them; `drawn`: completions by their seed."""
     nn.utils.vector_to_parameters(start.clone(), run.model.parameters())
     run.optimizer.state.clear()
     sample = module.sample_trajectories
     module.sample_trajectories = partial(draw_once, sample, drawn)
     make = plain.countdown.generate_questions
-    questions = make("train", options=run.options, num_examples=None, seed=0, exclude=[])
-    steps = []
-    for step in (1, 2, 3):
-        module.train_step(run, questions, step)
-        parameters = [*run.model.parameters()]
-        means = [run.optimizer.state[parameter]["exp_avg"] for parameter in parameters]
-        steps.append((parameters_to_vector(parameters).detach(), parameters_to_vector(means)))
+    questions = make("train", options=run.options, num_examples=99, seed=0, exclude=[])
+    rows = [module.train_step(run, questions, step) for step in (1, 2, 3)]
     module.sample_trajectories = sample
-    return steps
+    return rows, parameters_to_vector(run.model.parameters()).detach()
 
 
 def draw_once(sample: Callable, drawn: dict, run: plain.Run, asked: list, *how: object) -> list:
