@@ -9,7 +9,6 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,10 +25,7 @@ class Repository:
     names: dict[str, str] = field(default_factory=dict)  # such as main, and its commit
     is_private: bool = False
     is_gated: bool = False
-
-    @property
-    def files(self) -> Files:
-        return self.commits[self.names["main"]]
+    files: Files = field(default_factory=dict)  # of the last commit
 
 
 class Hub(ThreadingHTTPServer):
@@ -54,7 +50,7 @@ class Hub(ThreadingHTTPServer):
         repository = self.repositories.setdefault(path, Repository())
         content = repr((name, len(repository.commits), sorted(files.items())))
         commit = repository.names[name] = hashlib.sha1(content.encode()).hexdigest()
-        repository.commits[commit] = files
+        repository.commits[commit] = repository.files = files
         return commit
 
     def taken(self) -> list[str]:
@@ -164,8 +160,8 @@ class Answer(BaseHTTPRequestHandler):
 
     def validate(self) -> None:
         metadata = json.loads(self.body)["content"].split("---")[1]
-        wrong = re.findall(r"^- \S+/\S+:", metadata, re.M)  # owner/name:configuration
-        errors = [{"message": f"no name: {line}"} for line in wrong]
+        # owner/name:configuration
+        errors = [{"message": line} for line in re.findall(r"^- \S+/\S+:", metadata, re.M)]
         self.send(400 if errors else 200, {"errors": errors, "warnings": []})
 
     def preupload(self, path: str, revision: str) -> None:
@@ -198,7 +194,7 @@ class Answer(BaseHTTPRequestHandler):
 
 
 REPOSITORY, REVISION = "/api/(?P<path>(models|datasets)/[^/]+/[^/]+)", "(?P<revision>[^/]+)"
-ROUTES: dict[str, Callable] = {
+ROUTES = {
     rf"/(?P<path>(datasets/)?[^/]+/[^/]+)/resolve/{REVISION}/(?P<name>.+)": Answer.resolve,
     r"/large/(?P<oid>\w+)": Answer.large,
     rf"{REPOSITORY}(/revision/{REVISION})?": Answer.info,

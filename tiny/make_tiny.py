@@ -16,7 +16,7 @@ import math
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -274,12 +274,21 @@ def train(model, batches, phase: Phase) -> None:
             print(f"step {step:5d}  loss {loss.item():.4f}  {elapsed_s:6.0f} s", flush=True)
 
 
+def shortened(phase: Phase, share: float) -> Phase:
+    """The same with about this share of its steps, whole times BATCHES_AT_ONCE."""
+    num_steps = BATCHES_AT_ONCE * max(1, round(share * phase.num_steps / BATCHES_AT_ONCE))
+    horizon = round(phase.horizon * num_steps / phase.num_steps)
+    return replace(phase, num_steps=num_steps, horizon=horizon)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
-    out = parser.parse_args().out
+    parser.add_argument("--share", type=float, default=1.0, help="of the steps: below 1 it is weak")
+    options = parser.parse_args()
+    out, phases = options.out, [shortened(phase, options.share) for phase in PHASES]
 
     torch.manual_seed(0)
     rng = random.Random(0)
@@ -291,7 +300,7 @@ def main() -> None:
     tokenizer = make_tokenizer(texts, vocab_size=2000)
     model = make_model(tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
-    for number, phase in enumerate(PHASES, 1):
+    for number, phase in enumerate(phases, 1):
         train(model, training_batches(tokenizer, questions, phase, rng), phase)
         rng.seed(number)  # a phase can be repeated alone, from the model before it
     model.save_pretrained(out)

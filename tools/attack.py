@@ -126,7 +126,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args()
     if options.data:
-        table = load_table(options.data)
+        with mistakes_cost_one_line():
+            table = load_table(options.data)
         options.row = json.loads(table[0]) if isinstance(table[0], str) else table[0]
         if isinstance(options.row, CsvRow):
             options.row = with_numbers(options.row, number_columns(table))

@@ -38,9 +38,8 @@ def python(hub, tmp_path):
         own = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hf")}
         own |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"} | environment
         torchrun = with_ranks(num_ranks) if num_ranks > 1 else []
-        given = [str(harness.ROOT / program), *arguments]
-        given = (given, torchrun, tmp_path / "log", os.environ | own)
-        process = harness.forkserver().Process(target=run_client, args=given)
+        given = ([str(harness.ROOT / program), *arguments], torchrun, tmp_path / "log")
+        process = harness.forkserver().Process(target=run_client, args=(*given, os.environ | own))
         process.start()
         ended, output = harness.finish(process), (tmp_path / "log").read_text(errors="replace")
         assert ended == [status] or "no step has trained the model" in output, output
@@ -51,8 +50,7 @@ def python(hub, tmp_path):
 
 def quick(some: str, names: Iterable[str]) -> list:
     """The names as parameters, of which all but some are slow."""
-    marks = {True: [], False: [pytest.mark.slow]}
-    return [pytest.param(name, marks=marks[name in some]) for name in names]
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in some)) for name in names]
 
 
 def run_client(arguments: list[str], torchrun: list[str], log: Path, environment: dict) -> None:
@@ -71,13 +69,10 @@ def run_client(arguments: list[str], torchrun: list[str], log: Path, environment
 
 CODE = """
 from transformers import Qwen2Config, Qwen2ForCausalLM
-
 class OwnConfig(Qwen2Config):
     model_type = "own"
-
 class Own(Qwen2ForCausalLM):
     config_class = OwnConfig
-
     def forward(self, *inputs, **named):
         output = super().forward(*inputs, **named)
         output.logits = output.logits * {factor}

@@ -53,6 +53,8 @@ def test_a_row_without_a_prompt_is_one_line(tmp_path, call, monkeypatch):
     status, output, line = call(tool, "mine:f", "--row", '{"q": "2 + 2?"}')
     assert status == 2 and not output
     assert line.count("\n") == 1 and "word task.prompt with {q}" in line
+    status, _, line = call(tool, "mine:f", "--data=a.csv")  # bug: a traceback
+    assert status == 2 and line.startswith("error: a.csv: cannot be loaded")
 
 
 def test_a_task_is_attacked_with_the_keys_that_a_run_has():

@@ -11,7 +11,6 @@ from tools import export
         (["RUN"], "a", "give --merge, --4bit or --push user/name"),
         (["RUN", "--merge"], "a", "--merge: RUN/best is no adapter"),
         (["RUN", "--push", "a/b"], None, "--push needs user/name and a token: `hf auth login`"),
-        (["RUN", "--push", "a/b"], "a", "offline"),
         (["RUN/best", "--merge"], "a", "RUN/best/best: there is no model; give the folder of"),
     ],
 )
