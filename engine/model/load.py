@@ -82,8 +82,10 @@ def load_model_and_tokenizer(
     if is_auto and not supports_dtype(model, torch.float16):
         log("in float16 this model's logits are not finite, or far off: float32 is used")
         del model  # there may be no room for two
-        how = {"compute_dtype": torch.float32, "key": key}
-        return load_model_and_tokenizer(config, device, no_log, **how)  # the rest has been said
+        # What remains has been said.
+        return load_model_and_tokenizer(
+            config, device, no_log, compute_dtype=torch.float32, key=key
+        )
     if is_training and settings.lora is not None and base is None:
         from engine.model import adapters
 
