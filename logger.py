@@ -2,12 +2,10 @@
 
 It prints and writes what it is given, of whatever run. What a run logs, engine/run/log.py decides;
 what it warns of, engine/run/remarks.py; how both are measured and written down, engine/report/.
-
 Every rank makes a `Logger` and calls it in the same way; only rank 0 prints and writes.
 
     metrics.jsonl    one object per step, and after it one per evaluation, which has the step too; a
-                     value that is not finite is null (JSON has no NaN). In pandas:
-                     pandas.read_json("metrics.jsonl", lines=True)
+                     value that is not finite is null (JSON has no NaN)
     samples.jsonl    one sample per line: step, prompt, completion, reward, gold answer and others
     rollouts.jsonl   a few groups of a step with their tokens: engine/report/completions.py
     completions.jsonl  all completions of some steps, if logging.completions_every is set
@@ -23,7 +21,7 @@ import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from tqdm import tqdm
 from engine.core.files import append_durably, json_line, open_to_append, read_lines, whole_lines
 from engine.core.text import plain, printable, shorten
 
+Sample = dict[str, Any]  # of samples.jsonl: prompt, completion, reward, reward_parts and others
 LOGS = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl", "remarks.jsonl")
 STEP_FIELDS = (  # label, metric, width, format
     ("reward", "train/reward", 6, ".3f"),
@@ -48,14 +47,14 @@ STEP_FIELDS = (  # label, metric, width, format
 class Logger:
     """Prints what a run reports; from `open` on, also writes it to files and sends it to boards."""
 
-    def __init__(self, *, rank: int, do_mlflow: bool = False, boards: Iterable[Any] = ()) -> None:
+    def __init__(self, *, rank: int, do_mlflow: bool = False, boards: Sequence[Any] = ()) -> None:
         self.is_main = rank == 0
         self.folder: Path | None = None  # None until `open`, and always on the other ranks
+        self.boards = [*boards]  # what else gets it
         if do_mlflow and self.is_main:
             from engine.report.boards import MlflowRun  # a run without a board does not load it
 
-            boards = [MlflowRun(), *boards]
-        self.boards = [*boards]
+            self.boards.append(MlflowRun())
         self.printed_s: deque[float] = deque(maxlen=20)  # when the last steps were printed
         self.is_first_sample = True  # its prompt is printed in full
         self.once = functools.cache(self.info)  # `info` for what is worth a line the first time
@@ -94,15 +93,12 @@ class Logger:
     def warning(self, text: str) -> None:
         self.info(f"warning: {text}")
 
-    def progress(self, total: int, description: str, unit: str, items: list | None = None) -> tqdm:
-        """Return a bar with an ETA. It is drawn on rank 0 only, if stderr is a terminal."""
+    def progress(self, items: Sequence[Any], description: str, unit: str) -> tqdm:
+        """The items, with a bar and an ETA: drawn on rank 0 only, if stderr is a terminal."""
         can_draw = self.is_main and sys.stderr is not None and os.environ.get("TERM") != "dumb"
         is_off = None if can_draw else True  # None lets tqdm see whether it is a terminal
-        return tqdm(items, description, total, False, unit=unit, dynamic_ncols=True, disable=is_off)
-
-    def with_bar(self, items: list, description: str, unit: str) -> tqdm:
-        """The items, with a bar that shows how many are done."""
-        return self.progress(len(items), description, unit, items)
+        how = {"unit": unit, "leave": False, "dynamic_ncols": True, "disable": is_off}
+        return tqdm(items, description, **how)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self.folder is None:
@@ -113,8 +109,8 @@ class Logger:
         for board in self.boards:
             board.log_metrics(moment_of(row), values)
 
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Append samples: dictionaries with prompt, completion, reward, reward_parts and others."""
+    def log_samples(self, step: int, samples: list[Sample]) -> None:
+        """Append samples of a step, or of the evaluation after it."""
         if self.folder is None or not samples:
             return
         rows = [{"step": step, **sample} for sample in samples]
@@ -134,7 +130,8 @@ class Logger:
             value = format(metrics[name], spec) if name in metrics else "-"
             parts.append(f"{label} {value:>{width}}")
         self.printed_s.append(time.monotonic())
-        num_past, mean_s = len(self.printed_s) - 1, metrics.get("time/step_s", 0.0)
+        num_past = len(self.printed_s) - 1
+        mean_s = metrics.get("time/step_s", 0.0)
         if num_past > 0:  # the last steps with what came between them, such as evaluations
             mean_s = (self.printed_s[-1] - self.printed_s[0]) / num_past
         parts.append(f"left {timedelta(seconds=round(mean_s * (num_steps - step)))}")
@@ -144,12 +141,7 @@ class Logger:
         self.info("  ".join(parts))
 
     def print_evaluation(
-        self,
-        title: str,
-        metrics: dict[str, float],
-        samples: list[dict[str, Any]],
-        *,
-        totals: dict[str, int],
+        self, title: str, metrics: dict[str, float], samples: list[Sample], totals: dict[str, int]
     ) -> None:
         """Print the metrics of an evaluation, and samples: what became of step 0's.
 
@@ -157,7 +149,8 @@ class Logger:
         """
         names = [name.removeprefix("eval/") for name in metrics if name.startswith("eval/")]
         names = [name for name in names if not name.endswith(("_low", "_high"))]
-        lines, width = [title], max(map(len, names), default=0)
+        width = max(map(len, names), default=0)
+        lines = [title]
         for name in names:
             value, low, high = (metrics.get(f"eval/{name}{end}") for end in ("", "_low", "_high"))
             decimals = 1 if name.endswith("tokens") else 3
@@ -170,20 +163,15 @@ class Logger:
         told = f"  {right} of {len(samples)} are right" + f", {before} at the start" * bool(start)
         self.print_samples("\n".join([*lines, *[told] * bool(samples)]), samples, start)
 
-    def samples_at_start(self, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def samples_at_start(self, samples: list[Sample]) -> list[Sample]:
         """Step 0's samples, if their prompts are the same ones; else none."""
         rows = [] if self.folder is None else read_lines(self.folder / "samples.jsonl")
         rows = [row for row in rows if row["step"] == 0 and "solved" in row]
         same = [row["prompt"] for row in rows] == [sample["prompt"] for sample in samples]
         return rows if same else []
 
-    def print_samples(
-        self, title: str, samples: list[dict[str, Any]], start: list[dict[str, Any]]
-    ) -> None:
-        """Print three samples: of those whose verdict is not that of `start`, if any, or the first.
-
-        The first one that is printed has its whole prompt, the others have their questions alone.
-        """
+    def print_samples(self, title: str, samples: list[Sample], start: list[Sample]) -> None:
+        """Print three samples: if any, those whose verdict at `start` was another."""
         numbered = [*enumerate(samples, start=1)]
         pairs = zip(numbered, start, strict=False)
         changed = [one for one, before in pairs if one[1]["solved"] != before["solved"]]
@@ -194,8 +182,9 @@ class Logger:
             asked = sample["prompt"].strip() if self.is_first_sample else sample["question"]
             self.is_first_sample = False
             lines += [f"    > {line}" for line in shorten(asked).split("\n")]
-            completion = sample["completion"].strip("\n")
-            lines += [f"    {line}" for line in shorten(completion).split("\n")]
+            lines += [
+                f"    {line}" for line in shorten(sample["completion"].strip("\n")).split("\n")
+            ]
             read = sample["answer"] != sample["completion"].strip()  # else nothing was read in it
             notes = [f"read: {sample['answer']}"] * read
             if (gold := plain(sample["gold"])) != sample["question"]:
@@ -217,8 +206,7 @@ def moment_of(row: dict[str, Any]) -> tuple[int, bool]:
 
 def format_reward(reward: float, parts: dict[str, float | None]) -> str:
     """Return "reward 1.10  (format 1.00  answer 1.00)", for example."""
-    applying = {name: value for name, value in parts.items() if value is not None}
-    shown = "  ".join(f"{name} {value:.2f}" for name, value in applying.items())
+    shown = "  ".join(f"{name} {x:.2f}" for name, x in parts.items() if x is not None)
     return f"reward {reward:.2f}  ({shown})"
 
 

@@ -70,7 +70,7 @@ from engine.run.log import finish, log_evaluation, log_step, report_evaluation, 
 from engine.run.start import open_or_resume, settle_config
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
-from engine.sampling.drawing_processor import DrawingProcessor
+from engine.sampling.draw import DrawingProcessor
 from engine.update.optimizer import Outcome, Update, make_optimizer, set_learning_rate
 from logger import Logger
 
@@ -81,7 +81,7 @@ def main(config: Config) -> None:
         run = build_run(config)
         if config.mode == "train":
             open_or_resume(run)  # its newest checkpoint has weights, optimizer, state, position
-    with crashes_name_the_fix(run.folder, run.micro_batch_tokens):
+    with crashes_name_the_fix(run):
         exit_status = run_training(run) if config.mode == "train" else run_evaluation(run)
         run.policy.scorer = None  # frees DDP, which must not outlive the process group
         run.world.leave()
@@ -101,7 +101,7 @@ def build_run(config: Config) -> Run:
     policy = load_policy(config, world, logger.info)
     logger.info(f"a completion ends at {policy.end_tokens}")
     validation, stream = load_questions(
-        task, config, tokenizer=policy.tokenizer, context=policy.context_length, log=logger.info
+        task, config, policy.tokenizer, policy.context_length, logger.info
     )
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
@@ -188,9 +188,9 @@ def sample_trajectories(
             run.logger,
             generate=generate,
         )
-    task.max_completion_length = params.max_new_tokens  # read by rewards for length, just below
     with clock("reward"):
-        return compute_rewards(policy, task, questions, prompts.token_ids, groups)
+        limit = params.max_new_tokens
+        return compute_rewards(policy, task, questions, prompts.token_ids, groups, limit)
 
 
 @torch.no_grad()
@@ -250,10 +250,11 @@ def compute_rewards(
     questions: list[dict],
     prompts: list[list[int]],
     groups: list[list[Completion]],
+    limit: int,
 ) -> list[list[Trajectory]]:
-    """The completions as text, each with its reward: the weighted sum of what the task pays."""
+    """The completions, of `limit` tokens at most, as text, each with the weighted sum it earns."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
-    parts = reward_parts(task, texts, questions, groups)  # parts[i][j]: by name
+    parts = reward_parts(task, texts, questions, groups, limit)  # parts[i][j]: by name
     rewarded = [[] for _ in groups]
     for i, group in enumerate(groups):
         for j, completion in enumerate(group):
@@ -337,13 +338,14 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm).item()
         update.metrics |= {"train/loss": loss, "train/grad_norm": norm}
-        update.outcome = Outcome.of(loss, norm, scaler, training)  # finite, and not 0?
-        if update.outcome is Outcome.UPDATED:
+        outcome = Outcome.of(loss, norm, scaler, training)  # finite, and not 0?
+        if outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.moved_weights = True  # and stays so if a later iteration is broken
         scaler.update()  # halves the scale after an overflow, doubles it after many steps without
         optimizer.zero_grad(set_to_none=not policy.is_in_ddp)  # DDP's views are kept, zeroed
-        if update.outcome is not Outcome.UPDATED:
+        update.outcome = outcome
+        if outcome is not Outcome.UPDATED:
             break
     policy.sampler.refresh()  # the copy that samples, if there is one, takes over the weights
     update.metrics |= reduce_means(metric_sums, run.world)
@@ -435,7 +437,7 @@ def accumulate_gradients(
     policy = run.policy
     world = run.world
     losses = []
-    for micro_batch in run.logger.with_bar(micro_batches, "update", "batch"):
+    for micro_batch in run.logger.progress(micro_batches, "update", "batch"):
         syncs_later = policy.is_in_ddp and micro_batch is not micro_batches[-1]
         with policy.scorer.no_sync() if syncs_later else contextlib.nullcontext():
             loss = micro_batch_loss(policy, micro_batch, run.config.training, metric_sums)

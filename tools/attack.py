@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from engine.questions.data import fit_to_config, load_table, number_columns
+from engine.questions.data import load_table, number_columns, set_number_columns
 from engine.questions.rewards import reward_parts
 from engine.questions.tables import CsvRow, with_numbers
 from engine.questions.tasks import load_task
@@ -49,7 +49,7 @@ def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[s
     key, is_task = "task.reward" if function else "task.name", row is None
     config = combine({}, [f"{key}={name}", *overrides])
     task = load_task(config.task)  # of a function of task.reward, which is called as a run does
-    fit_to_config(task, config)
+    set_number_columns(task)
     if is_task:
         if task.reward_function is None:
             fix = "name the function that reads: module:name"
@@ -58,7 +58,8 @@ def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[s
             raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
         row = task.EXAMPLE_ROW
     row = task.parse_row(row, options=task.options)  # ValueError for a row without a prompt
-    pay = functools.partial(reward_parts, task, examples=[row])
+    limit = config.training.max_new_gen_tokens
+    pay = functools.partial(reward_parts, task, examples=[row], limit=limit)
 
     def grade(text: str) -> float:
         ((parts,),) = pay(texts=[[text]], groups=[[None]])

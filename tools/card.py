@@ -39,8 +39,8 @@ def model_card(
     before = measured[0]
     after = measured[-1]
     question = questions[:1]
-    (prompt,), add_special_tokens = render_prompts(question, task=task, tokenizer=tokenizer)
-    (ids,) = encode_prompts(question, task=task, tokenizer=tokenizer)
+    (prompt,), add_special_tokens = render_prompts(question, task, tokenizer)
+    (ids,) = encode_prompts(question, task, tokenizer)
     if tokenizer.encode(prompt, add_special_tokens=add_special_tokens) != ids:
         prompt = tokenizer.decode(ids)
         add_special_tokens = False  # it would add an end token too

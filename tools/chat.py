@@ -42,7 +42,7 @@ from engine.core.text import error_line, plain, printable
 from engine.core.types import SeedWord, Trajectory
 from engine.model.policy import Policy, load_policy
 from engine.questions.contract import Task, assistant_prefix
-from engine.questions.data import fit_to_config, load_examples
+from engine.questions.data import load_examples, set_number_columns
 from engine.questions.prompts import make_prompts
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import built_in_tasks, load_task
@@ -164,7 +164,9 @@ class Talk(Task):
     def generate_prompt(self, example: dict, *, options: TaskSettings) -> list[dict]:
         return example["messages"]
 
-    def reward_groups(self, texts: list, examples: list[dict], groups: list) -> list[list[dict]]:
+    def reward_groups(
+        self, texts: list, examples: list[dict], groups: list, limit: int
+    ) -> list[list[dict]]:
         """No reward; the answer becomes a turn."""
         ((text,),), (example,) = texts, examples
         self.turns = [*example["messages"], {"role": "assistant", "content": text}]
@@ -177,7 +179,7 @@ def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Tas
     if world.size > 1:
         raise ConfigError(f"{world.size} ranks: start one process only, without torchrun")
     task = load_task(config.task)
-    fit_to_config(task, config)
+    set_number_columns(task)
     if task.parse_question is None and not is_watching:
         raise ConfigError(f"task.name = {config.task.name}: it has no parse_question")
     return load_policy(config, world, Logger(rank=0).info), task
@@ -238,7 +240,7 @@ def sample_answer(
     group = policy.sampler.decode(
         [prompt_ids], seeds, params, on_progress=lambda _: None, generate=streamed
     )
-    ((trajectory,),) = compute_rewards(policy, task, [example], [prompt_ids], [group])
+    ((trajectory,),) = compute_rewards(policy, task, [example], [prompt_ids], [group], num_new)
     return trajectory
 
 

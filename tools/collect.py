@@ -55,9 +55,8 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
         problem = "its questions or turns stand in no file, so there is nothing to collect"
         raise ConfigError(f"task.name = {config.task.name}: {problem}")
     config, logger = config.replace(mode="train"), Logger(rank=0)
-    tokenizer, context = policy.tokenizer, policy.context_length
     validation, stream = load_questions(
-        task, config, tokenizer=tokenizer, context=context, log=logger.info
+        task, config, policy.tokenizer, policy.context_length, logger.info
     )
     world = World(rank=0, size=1, device=policy.model.device)
     run = Run(config, world, logger, task, policy, validation, stream)

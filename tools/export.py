@@ -84,14 +84,13 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         print(f"the {what}, merged: {model}")
     if asked.in_4bit:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        in_4bit = quantization_config(device, torch.bfloat16)
         small = AutoModelForCausalLM.from_pretrained(
             model,
             attn_implementation="eager",  # nothing is computed, and every model has it
             trust_remote_code=trusted,
             dtype=torch.bfloat16,
             device_map={"": device},
-            quantization_config=in_4bit,
+            quantization_config=quantization_config(device, torch.bfloat16),
         )
         save_model(small, tokenizer, card, run / "merged-4bit")
         print(f"the best model, in 4 bits: {run / 'merged-4bit'}")
@@ -114,7 +113,7 @@ def card_of(run: Path, model: ModelSettings, *, is_adapter: bool) -> str:
         config = combine(values, ["mode=evaluate"])
         task = load_task(config.task)
         _, tokenizer = load_base_tokenizer(config.replace(model=model), no_log)
-        questions, _ = load_questions(task, config, tokenizer=tokenizer, context=None, log=no_log)
+        questions, _ = load_questions(task, config, tokenizer, None, no_log)
         rows = read_lines(run / "metrics.jsonl")
         evaluations = {row["step"]: row for row in rows if "eval/pass@1" in row}
         best_step = read_file(folder / "best.json")["best_step"]

@@ -36,7 +36,13 @@ from engine.core.types import Completion, Log, SeedWord, Trajectory, no_log
 from engine.core.user_file import RewardError
 from engine.model.load import at_commit, load_base_tokenizer, one_line_errors
 from engine.questions.contract import Task
-from engine.questions.data import QuestionStream, are_others, fit_to_config, load_table, parse_table
+from engine.questions.data import (
+    QuestionStream,
+    are_others,
+    load_table,
+    parse_table,
+    set_number_columns,
+)
 from engine.questions.prompts import completion_text, encode_prompts
 from engine.questions.rewards import reward_parts
 from engine.questions.tasks import load_task
@@ -74,7 +80,7 @@ def main() -> None:
         check_lengths(rows, config, options.answers, log)  # before a large model is loaded
         try:
             run = build_run(config)
-            fit_to_config(run.task, config, run.logger.info, options.answers)
+            set_number_columns(run.task, run.logger.info, options.answers)
             answers = choose_answers(run, rows, options.answers, only_solved=options.only_solved)
             run.world.on_main(make_room, run)
             order_ddp_buckets(run.policy.scorer, run.world.device)
@@ -84,7 +90,7 @@ def main() -> None:
             if os.environ.get("RANK", "0") == "0":
                 shutil.rmtree(run_folder(config), ignore_errors=True)
             raise
-    with crashes_name_the_fix(run.folder, run.micro_batch_tokens):
+    with crashes_name_the_fix(run):
         run.world.signals.start()
         measured = imitate(run, answers)
     step, stop_signal = run.state.step, run.world.stop_signal
@@ -112,8 +118,7 @@ def imitating(options: argparse.Namespace) -> Config:
     given += [f"training.learning_rate={options.learning_rate}"] * bool(options.learning_rate)
     given += [f"--config={options.config}"] * bool(options.config)
     config = load_config(given)
-    name = f"{run_name(config)}-imitation"
-    folder = options.out or Path(config.run.dir) / name
+    folder = options.out or Path(config.run.dir) / f"{run_name(config)}-imitation"
     if folder.exists():
         raise ConfigError(f"{folder} is there already: remove it, or give another --out")
     if config.model.load_in_4bit:
@@ -226,7 +231,7 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     policy = run.policy
     question, text = row["question"], row["completion"]
     tokenizer = policy.tokenizer
-    (prompt,) = encode_prompts([question], task=run.task, tokenizer=tokenizer)
+    (prompt,) = encode_prompts([question], run.task, tokenizer)
     ids = ids_of(text, tokenizer)
     zeros = np.zeros(len(ids), np.float32)
     completion = Completion(ids, zeros, zeros, False, zeros.astype(bool))
@@ -242,9 +247,9 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
 
 def grade(run: Run, answer: Trajectory, question: dict) -> str | None:
     """Set the parts of its reward; what the task says where it cannot pay: for a missing column."""
-    completions = [[answer.completion]]
+    graded = ([[answer.text]], [question], [[answer.completion]])
     try:
-        parts = reward_parts(run.task, [[answer.text]], [question], completions)
+        parts = reward_parts(run.task, *graded, run.config.training.max_new_gen_tokens)
     except RewardError as error:
         return str(error)
     ((answer.reward_parts,),) = parts

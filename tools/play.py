@@ -50,8 +50,7 @@ def tables() -> dict:
         "validation", options=options, num_examples=NUM_QUESTIONS, seed=0, exclude=[]
     )
     numbers = [token for n in range(100) for token in tokenizer.encode(str(n))]  # one token each
-    example = {"nums": [77, 88], "target": 99}
-    (ids,) = encode_prompts([example], task=task, tokenizer=tokenizer)
+    (ids,) = encode_prompts([{"nums": [77, 88], "target": 99}], task, tokenizer)
     a, b, c = (ids.index(numbers[n]) for n in (77, 88, 99))
     params = SamplingParams(MAX_TOKENS, 1.0, 1.0, 0, (), 0, group_size=NUM_DRAWS)
     return {

@@ -139,7 +139,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     import torch  # it and what needs it take seconds, in which the page is shown
 
     from engine.core.distributed import World
-    from engine.questions.data import fit_to_config
+    from engine.questions.data import set_number_columns
     from engine.report.completions import completion_record
     from tools import chat
 
@@ -151,7 +151,7 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     asked = argparse.Namespace(model=json.dumps(name), config=options.config, overrides=overrides)
     config = chat.chat_config(asked, run=options.folder)
     task = load_task(config.task)
-    fit_to_config(task, config)
+    set_number_columns(task)
     if request.get("question") == "":
         raise ValueError(chat.how_to_ask(task))
     if "question" in request:

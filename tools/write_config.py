@@ -14,8 +14,7 @@ def write_defaults(file: Path) -> None:
     if subprocess.run(git).returncode != 0:
         raise SystemExit(f"error: {file} is changed: git add it, or restore it, first")
     header, _, _ = file.read_text("utf-8").partition("\n\n")
-    defaults = schema("countdown")()
-    file.write_text(f"{header}\n\n{explained(defaults)}\n", "utf-8")
+    file.write_text(f"{header}\n\n{explained(schema('countdown')())}\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -482,8 +482,7 @@ class Config(Section):
                 f"training.num_epochs = {num_epochs}: of {num_questions} questions is less than a "
                 f"step of {questions_per_step}; raise it"
             )
-        training = self.training.replace(num_steps=num_steps, num_epochs=None)
-        return self.replace(training=training)
+        return self.replace(training=self.training.replace(num_steps=num_steps, num_epochs=None))
 
 
 SECTIONS = [name for name, value in Config() if isinstance(value, Section)]

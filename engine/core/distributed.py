@@ -66,7 +66,7 @@ class World:
         """This rank's share of what all ranks divide: the items rank, rank + size and so on."""
         return items[self.rank :: self.size]
 
-    def gather_rows(self, mine: list, *, shape: tuple[int, int]) -> np.ndarray:
+    def gather_rows(self, mine: list, shape: tuple[int, int]) -> np.ndarray:
         """A table's rows from all ranks; `mine` are this rank's `share` of them."""
         table = np.zeros(shape)
         table[self.rank :: self.size] = np.reshape(mine, (-1, shape[1]))  # `mine` may be empty
@@ -160,14 +160,12 @@ def read_environment() -> tuple[int, int, int, int]:
             "torchrun has restarted the run (--max-restarts), which is not supported: start the "
             "command again, it resumes"
         )
-    defaults = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    values = {name: os.environ.get(name, default) for name, default in defaults.items()}
-    if all(value.isdecimal() for value in values.values()):
-        rank, size, local_rank, local_size = map(int, values.values())
-        if rank < size and local_rank < local_size <= size:
-            return rank, size, local_rank, local_size
-    found = ", ".join(f"{name}={value}" for name, value in values.items())
-    raise ValueError(f"{found}: start with torchrun, which sets these, or unset them all")
+    defaults = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    values = {name: int(os.environ.get(name, default)) for name, default in defaults.items()}
+    rank, size, local_rank, local_size = values.values()
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        raise ValueError(f"{values}: start with torchrun, which sets these, or unset them all")
+    return rank, size, local_rank, local_size
 
 
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import yaml
 
 
-def unnest(nested: dict, *, separator: str) -> dict:
-    """Return {"a/b": 1} for {"a": {"b": 1}} and the separator "/", with all texts printable."""
+def unnest(nested: dict, separator: str = ".") -> dict:
+    """Return {"a.b": 1} for {"a": {"b": 1}}, with all texts printable."""
     flat = {}
     for key, value in nested.items():
         if isinstance(value, dict):
-            inner = unnest(value, separator=separator).items()
+            inner = unnest(value, separator).items()
             flat |= {f"{key}{separator}{name}": text for name, text in inner}
         else:
             flat[key] = printable(value) if isinstance(value, str) else value
@@ -74,5 +74,4 @@ to_yaml = functools.partial(yaml.dump, Dumper=Dumper, allow_unicode=True, sort_k
 
 
 def show(value: Any) -> str:
-    text = to_yaml(value, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("...\n").strip()
+    return to_yaml(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()

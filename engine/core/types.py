@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 Metrics = dict[str, float]  # what is measured, by name
+Sums = dict[str, tuple[float, float]]  # of metrics, on one rank: sum and count
 Log = Callable[[str], None]  # prints a line, on rank 0
 Seed = Sequence[int]  # a SeedWord, then numbers such as training.seed and a question's place
 

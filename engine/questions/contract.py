@@ -16,6 +16,7 @@ from engine.core.user_file import naming_mistakes
 from engine.questions.tables import CsvRow, number_in
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
+Parts = dict[str, float | None]  # of a reward, by name; None is one that does not apply
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 KEYS = json.JSONEncoder(sort_keys=True, default=repr)  # one for all: json.dumps would make many
 
@@ -69,7 +70,6 @@ class Task(Contract):
         self.options = options
         self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
         self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
-        self.max_completion_length: int | None = None  # in tokens, of the run or of an evaluation
 
     def pose(self, example: dict) -> list[dict] | str:
         """The prompt for a question, with the words of the config if it has any.
@@ -77,11 +77,8 @@ class Task(Contract):
         task.prompt replaces the plain text or the user's message. task.system_prompt becomes the
         system message, or the beginning of a plain text. An assistant prefix stays.
         """
-        try:  # it is asked of all training questions at the start, so it must cost little
+        with naming_mistakes(self.file, self.generate_prompt, example):
             messages = self.generate_prompt(copied(example), options=self.options)  # may change it
-        except (Exception, SystemExit):
-            with naming_mistakes(self.file, self.generate_prompt, example):
-                raise
         texts = (self.options.system_prompt, self.options.prompt)
         system, prompt = (None if text is None else fill(text, example) for text in texts)
         if isinstance(messages, str):
@@ -95,13 +92,10 @@ class Task(Contract):
 
     def key_of(self, example: dict) -> str:
         """The question's key, by the task's own function if it has one."""
-        try:  # of all questions, so it must cost little
+        with naming_mistakes(self.file, self.question_key, example):
             key = self.question_key(example)
             if not isinstance(key, str):
                 raise TypeError(f"a key must be a text, not {key!r:.80}")
-        except (Exception, SystemExit):
-            with naming_mistakes(self.file, self.question_key, example):
-                raise
         return key
 
     def asked(self, example: dict) -> str:

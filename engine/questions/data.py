@@ -46,7 +46,6 @@ NONE_FITS += "the model's context less {}.max_new_gen_tokens: lower that"
 def load_questions(
     task: Task,
     config: Config,
-    *,
     tokenizer: PreTrainedTokenizerFast,
     context: int | None,
     log: Log,
@@ -84,9 +83,9 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     rows = load_examples(task, "validation", num_examples=num, seed=0, exclude=[], log=log)
     # Equal questions would narrow the interval.
     rows = [*{task.key_of(row): row for row in rows}.values()]
-    fit_to_config(task, config, log)
+    set_number_columns(task, log)
     try:
-        check_functions(task, rows[0])
+        check_functions(task, config, rows[0])
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError(str(error)) from error
     return [*{task.asked(row): row for row in rows}.values()]
@@ -120,10 +119,9 @@ def those_that_fit(
     return fitting
 
 
-def fit_to_config(task: Task, config: Config, log: Log = no_log, *others: str) -> None:
-    """Set the length limit, and which columns are numbers in all CSV files of config and others."""
-    task.max_completion_length = config.training.max_new_gen_tokens
-    sources = dict.fromkeys([config.task.train, config.task.eval, *others])
+def set_number_columns(task: Task, log: Log = no_log, *others: str) -> None:
+    """Set which columns are numbers in all CSV files of the task and of others."""
+    sources = dict.fromkeys([task.options.train, task.options.eval, *others])
     files = [file for file in sources if file.lower().endswith(".csv") and Path(file).is_file()]
     if task.functions:
         task.number_columns = number_columns(itertools.chain(*map(load_table, files)), log)
@@ -145,7 +143,7 @@ def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
             )
 
 
-def check_functions(task: Task, example: dict) -> None:
+def check_functions(task: Task, config: Config, example: dict) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
     with naming_mistakes(task.file, task.generate_prompt, example):
         prompt = task.generate_prompt(copy.deepcopy(example), options=task.options)
@@ -155,7 +153,7 @@ def check_functions(task: Task, example: dict) -> None:
         wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
         raise ValueError(f"{task.file}: generate_prompt must return {wanted}, not {prompt!r:.80}")
     if task.Environment is None:
-        reward_parts(task, [[""]], [example], [[None]])
+        reward_parts(task, [[""]], [example], [[None]], config.training.max_new_gen_tokens)
     if task.functions:
         task.take_logged()  # what the trial has logged does not count
 
@@ -171,7 +169,7 @@ class QuestionStream:
     max_prompt_tokens: int  # the model's context, less a completion's longest
     log: Log
     too_long: set[int] = field(default_factory=set)  # indices of questions that did not fit
-    permutation: tuple[int, np.ndarray] | None = None  # the last epoch asked for, and its order
+    permutation: tuple = (-1, None)  # the last epoch asked for, and its order
 
     def take(self, position: int, count: int) -> tuple[list[tuple[int, dict]], int]:
         """The next `count` questions that fit, each with its position, and the position after them.
@@ -182,7 +180,7 @@ class QuestionStream:
         num_long = len(self.too_long)
         while len(taken) < count:
             epoch, index = divmod(position, len(self.questions))
-            if self.shuffle and (self.permutation is None or self.permutation[0] != epoch):
+            if self.shuffle and self.permutation[0] != epoch:
                 rng = np.random.default_rng([SeedWord.ORDER, self.seed, epoch])
                 self.permutation = epoch, rng.permutation(len(self.questions))
             index = int(self.permutation[1][index]) if self.shuffle else index
@@ -218,33 +216,19 @@ def load_examples(
     line with the source and the fix in it.
     """
     source = task.options.train if split == "train" else task.options.eval
-    held_out = task.options.train == task.options.eval
     for package in task.PACKAGES:
         import_package(package, key=f"task.name = {Path(task.file).stem}")
     load = task.generate_questions if source == "generated" else None
+    name = "load_examples" if task.load_examples else "generate_questions"
     if task.load_examples is not None:  # the task has its own way to load
+        held_out = task.options.train == task.options.eval
         load = functools.partial(task.load_examples, source, held_out=held_out)
     if load is None:
-        hub = task.HUB or Hub()
-        is_divided = held_out and (hub.divides_train or is_file_name(source))
-        choices = filter(None, [task.generate_questions and "generated", hub.usual_id, FILE_OR_HUB])
-        table = load_table(
-            source,
-            columns=[*task.EXAMPLE_ROW],
-            choices=", ".join(choices),
-            hub_config=hub.config if split_source(source)[0] == hub.usual_id else None,
-            hub_split="train" if split == "train" or is_divided else hub.validation_split,
-            log=log,
-        )
-        is_known = held_out and split == "train"  # it was said with the validation questions
-        rows = parse_table(table, task, source, no_log if is_known else log)
-        if is_divided:
-            rows = part_of(rows, split, task, num_examples)
+        rows = load_rows(task, split, source, num_examples, log)
     else:
         with naming_mistakes(task.file, load, split, passes=ValueError):  # what it says itself
             how = {"num_examples": num_examples, "seed": seed, "exclude": exclude}
             rows = load(split, options=task.options, **how)
-    name = "load_examples" if task.load_examples else "generate_questions"
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
     if others := [key for row in rows for key in row if not isinstance(key, str)]:
@@ -255,17 +239,42 @@ def load_examples(
             f"{num_equal:,} of {len(rows):,} questions to train on are asked in validation too: "
             "left out"
         )
-    if not any(is_other):
-        place = source
-        fix = "give a file with more rows"
-        if load is not None:
-            place = task.file
-            fix = f"{name} must return some of its own"
-        raise ValueError(f"{place}: no question left for {split}; {fix}")
     rows = [*itertools.compress(rows, is_other)]
+    if not rows and load is None:
+        raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
+    if not rows:
+        fix = f"{name} must return some of its own"
+        raise ValueError(f"{task.file}: no question left for {split}; {fix}")
     if load is None and num_examples is not None and num_examples < len(rows):
         rows = random.Random(seed).sample(rows, num_examples)
     return rows
+
+
+def load_rows(
+    task: Task, split: str, source: str, num_examples: int | None, log: Log
+) -> list[dict]:
+    """The rows of a file or of the hub, of which `split` gets its part if both have one source."""
+    held_out = task.options.train == task.options.eval
+    hub = task.HUB or Hub()
+    is_divided = held_out and (hub.divides_train or is_file_name(source))
+    choices = filter(None, [task.generate_questions and "generated", hub.usual_id, FILE_OR_HUB])
+    table = load_table(
+        source,
+        columns=[*task.EXAMPLE_ROW],
+        choices=", ".join(choices),
+        hub_config=hub.config if split_source(source)[0] == hub.usual_id else None,
+        hub_split="train" if split == "train" or is_divided else hub.validation_split,
+        log=log,
+    )
+    is_known = held_out and split == "train"  # it was said with the validation questions
+    rows = parse_table(table, task, source, no_log if is_known else log)
+    if not is_divided or (task.functions and split == "train"):
+        return rows  # those of validation are excluded later
+    if not task.functions:
+        return [row for row in rows if is_in_split(task.key_of(row), split)]
+    # task.reward's hold out as many as are asked for, not 1 question in 8; half is left to train on
+    rows = sorted(rows, key=lambda row: hash_of(task.key_of(row)))
+    return rows[: min(num_examples, (len(rows) + 1) // 2)]
 
 
 def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list[bool]:
@@ -276,16 +285,6 @@ def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list
     names = {name for row in known for name in (task.key_of(row), task.asked(row))}
     # Where nothing is held out nothing need be asked.
     return [not names or not names & {task.key_of(row), task.asked(row)} for row in questions]
-
-
-def part_of(rows: list[dict], split: str, task: Task, num_examples: int) -> list[dict]:
-    """The rows of a split, if both splits have the same rows."""
-    if not task.functions:  # they hold out as many as are asked for, not 1 question in 8
-        return [row for row in rows if is_in_split(task.key_of(row), split)]
-    if split == "train":
-        return rows  # those of validation were excluded
-    rows = sorted(rows, key=lambda row: hash_of(task.key_of(row)))
-    return rows[: min(num_examples, (len(rows) + 1) // 2)]  # half is left to train on
 
 
 def load_table(
@@ -334,8 +333,9 @@ def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
     """The columns that have plain decimals alone, beside blank cells."""
     cells = ((name, number_in(cell)) for row in rows for name, cell in row.items() if cell.strip())
     counts = collections.Counter((name, isinstance(value, str)) for name, value in cells)
-    for name in (name for name, is_text in counts if is_text and counts[name, False]):
-        log(f"the column {name} stays text: {counts[name, True]} of its cells are no numbers")
+    for name, is_text in counts:
+        if is_text and counts[name, False]:
+            log(f"the column {name} stays text: {counts[name, True]} of its cells are no numbers")
     return {name for name, is_text in counts if not is_text and not counts[name, True]}
 
 

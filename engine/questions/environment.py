@@ -42,11 +42,10 @@ def start_conversations(
     device = policy.model.device
     groups = []
     room = (policy.context_length or 10**9) - params.max_new_tokens
-    limits = params.max_new_tokens, params.max_turns
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids = []  # filled below, once `reset` has said what it adds
         group = [
-            Conversation(task, turns, question, prompt_ids, (*seed, sample), *limits, device, clock)
+            Conversation(task, turns, question, prompt_ids, (*seed, sample), params, device, clock)
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}
@@ -70,8 +69,7 @@ class Conversation:
     question: dict
     prompt_ids: list[int]
     seed: Seed  # the question's, and the number of the sample, from 1 on
-    max_new_tokens: int
-    max_turns: int
+    params: SamplingParams
     device: torch.device
     clock: Clock
     num_turns: int = 0  # of the model, so far
@@ -93,10 +91,10 @@ class Conversation:
         if not calls and hasattr(self.environment, "respond"):
             said = self.ask("respond", text)
             replies = [] if said is None else [{"role": "user", "content": said}]
-        if not replies or self.num_turns >= self.max_turns:
+        if not replies or self.num_turns >= self.params.max_turns:
             return None
         # What cannot fit is cut before it is tokenised.
-        num_chars = self.turns.longest * (self.max_new_tokens - len(token_ids))
+        num_chars = self.turns.longest * (self.params.max_new_tokens - len(token_ids))
         for reply in replies:
             reply["content"] = self.turns.clean(reply["content"][:num_chars])
         reply_ids = self.turns.render_reply(replies)
@@ -208,8 +206,7 @@ class Turns:
         called = [reply["name"] for reply in replies if "name" in reply]
         chat = [templates.QUESTION, made_up_turn(called)]
         before = self.render(chat)
-        text = self.render(chat + replies)
-        rest = text.split(self.end, before.count(self.end))[-1]
+        rest = self.render(chat + replies).split(self.end, before.count(self.end))[-1]
         return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
 
     def read_calls(self, text: str, *, before: str) -> list[dict]:

@@ -21,14 +21,14 @@ def make_prompts(
 ) -> PromptBatch:
     """The prompts of questions and, if the task has an Environment, their conversations."""
     if task.Environment is None:
-        return PromptBatch(encode_prompts(questions, task=task, tokenizer=policy.tokenizer), seeds)
+        return PromptBatch(encode_prompts(questions, task, policy.tokenizer), seeds)
     from engine.questions.environment import start_conversations  # off by default
 
     return start_conversations(policy, task, questions, seeds, params, clock)
 
 
-def encode_prompts(examples: list[dict], *, task: Task, tokenizer: Tokenizer) -> list[list[int]]:
-    texts, adds = render_prompts(examples, task=task, tokenizer=tokenizer)
+def encode_prompts(examples: list[dict], task: Task, tokenizer: Tokenizer) -> list[list[int]]:
+    texts, adds = render_prompts(examples, task, tokenizer)
     if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
         return []
     encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
@@ -37,20 +37,19 @@ def encode_prompts(examples: list[dict], *, task: Task, tokenizer: Tokenizer) ->
     return [ids[: len(mask) or None] for ids, mask in zip(encoded["input_ids"], masks, strict=True)]
 
 
-def prompt_length(example: dict, *, task: Task, tokenizer: Tokenizer) -> float:
+def prompt_length(example: dict, task: Task, tokenizer: Tokenizer) -> float:
     """The tokens of a question's prompt; infinite if it holds a special one, which ends a turn."""
-    prompt = task.pose(example)
-    is_chat = tokenizer.chat_template is not None and not isinstance(prompt, str)
+    is_chat = tokenizer.chat_template is not None and not isinstance(task.pose(example), str)
     if is_chat:  # in the ids, since a normalizer may make a special token of other characters
         text = whole_characters(" ".join(map(str, example.values())))
         if not special_ids(tokenizer).isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return math.inf
-    (ids,) = encode_prompts([example], task=task, tokenizer=tokenizer)
+    (ids,) = encode_prompts([example], task, tokenizer)
     return len(ids)
 
 
 def render_prompts(
-    examples: list[dict], *, task: Task, tokenizer: Tokenizer
+    examples: list[dict], task: Task, tokenizer: Tokenizer
 ) -> tuple[list[str], bool]:
     """The text of each question's prompt, and whether the tokenizer must add special tokens."""
     prompts = [task.pose(example) for example in examples]

@@ -24,7 +24,7 @@ from pydantic import model_validator
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.signals import leave_if_signalled
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward
+from engine.questions.contract import Parts, Task, is_reward
 from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
@@ -110,13 +110,14 @@ class RewardTask(Task):
         texts: list[list[str]],
         examples: list[dict],
         groups: list[list],
-    ) -> list[list[dict[str, float | None]]]:
+        limit: int,
+    ) -> list[list[Parts]]:
         """The parts of the reward of all completions, by one call of each function a question.
 
         Each also gets, as `rewards`, what those that are named before it have paid, by name.
         """
         columns = [
-            self.columns_of(*of_question)
+            self.columns_of(*of_question, limit)
             for of_question in zip(texts, examples, groups, strict=True)
         ]
         parts = [[{} for _ in group] for group in groups]
@@ -135,24 +136,23 @@ class RewardTask(Task):
                         row[TIMEOUT] = max(row.get(TIMEOUT, 0.0), float(is_late))
         return parts
 
-    def columns_of(self, texts: list[str], example: dict, completions: list) -> dict:
+    def columns_of(self, texts: list[str], example: dict, completions: list, limit: int) -> dict:
         """What the functions get of a question, by name: lists with an entry a completion.
 
         Prompts and completions are messages where the row holds messages, and plain text elsewhere.
         """
-        posed = self.pose(example)
         if isinstance(example.get("prompt"), list):
-            prompt = posed
+            prompt = self.pose(example)
             written = [[{"role": "assistant", "content": text}] for text in texts]
         else:
-            prompt = posed if isinstance(posed, str) else posed[-1]["content"]
+            prompt = self.question_text(example)
             written = texts
         row = with_numbers(example, self.number_columns)
         row = {key: row[key] for key in row if key not in ("prompt", "completion")}
         columns = {key: [value] * len(texts) for key, value in row.items()}
         columns |= {"prompts": [prompt] * len(texts), "completions": written, "rewards": {}}
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
-        return columns | {"max_completion_length": self.max_completion_length}
+        return columns | {"max_completion_length": limit}
 
     def call(self, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function, given a copy, pays for each completion of a question."""

@@ -7,19 +7,20 @@ from typing import Any
 
 from engine.core.config import TaskSettings
 from engine.core.user_file import RewardError, line_of, naming_mistakes
-from engine.questions.contract import Task, is_reward
+from engine.questions.contract import Parts, Task, is_reward
 
 
 def reward_parts(
-    task: Task, texts: list[list[str]], examples: list[dict], groups: list[list]
-) -> list[list[dict[str, float | None]]]:
+    task: Task, texts: list[list[str]], examples: list[dict], groups: list[list], limit: int
+) -> list[list[Parts]]:
     """What a task pays for each completion of each question; RewardError if that is no number.
 
-    `groups` are the texts' Completions, [[None]] to try it. A part that does not apply is None.
+    `groups` are the texts' Completions, [[None]] to try it, of at most `limit` tokens. A part that
+    does not apply is None.
     """
     with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
         if task.reward_groups is not None:
-            return task.reward_groups(texts, examples, groups)
+            return task.reward_groups(texts, examples, groups, limit)
         return [
             [parts_of(task, text, example, c) for text, c in zip(some, group, strict=True)]
             for some, example, group in zip(texts, examples, groups, strict=True)
@@ -52,7 +53,7 @@ def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str,
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 
-def total_reward(parts: dict[str, float | None], weights: dict[str, float]) -> float:
+def total_reward(parts: Parts, weights: dict[str, float]) -> float:
     """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
     return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import dotenv
-
 from engine.core.files import write_atomically
 from engine.core.packages import import_package
 from engine.core.text import unnest
@@ -55,7 +53,6 @@ class Board:
     was_slow = False  # the last call, but for the first
 
     def __init__(self) -> None:
-        dotenv.load_dotenv(".env")  # sets what the environment leaves unset, and so does the next
         for name, value in self.environment.items():
             os.environ.setdefault(name, value)
         self.package = import_package(self.title.lower(), key="logging.report_to")
@@ -63,7 +60,7 @@ class Board:
     def open(self, folder: Path, about: dict, logger: Any) -> None:
         """Begin the board's run, or go on with the one whose id is in the folder; print where."""
         self.folder = folder
-        self.about = about | {"params": unnest(about["params"], separator=".")}
+        self.about = about | {"params": unnest(about["params"])}
         self.logger = logger
         self.unsent = []  # moments and metrics
         self.is_on = True
@@ -94,7 +91,7 @@ class Board:
 
     def log_samples(self, moment: tuple[int, bool], samples: list[dict]) -> None:
         if self.is_on and moment > self.last_sent:
-            rows = [unnest(sample, separator="/") for sample in samples]
+            rows = [unnest(sample, "/") for sample in samples]
             names = dict.fromkeys(name for row in rows for name in row)
             with self._guard():
                 self.send_samples({name: [row.get(name) for row in rows] for name in names})

@@ -78,7 +78,7 @@ def sums_of(split: str, columns: dict[str, list[float]]) -> dict[str, tuple[floa
 
 
 def mean_of_last(
-    recent: list[list[float]], metrics: Metrics, *, num_questions: int
+    recent: list[list[float]], metrics: Metrics, num_questions: int
 ) -> tuple[list[list[float]], Metrics]:
     """Add a step's WATCHED metrics to `recent`; return its last steps and, if enough, the means."""
     num_steps = max(WINDOW_STEPS, math.ceil(WINDOW_QUESTIONS / num_questions))
@@ -89,7 +89,7 @@ def mean_of_last(
     return recent, {name: total / num_steps for name, total in zip(WATCHED, sums, strict=True)}
 
 
-def signs_of_collapse(means: Metrics, *, best_solved: float) -> dict[str, str]:
+def signs_of_collapse(means: Metrics, best_solved: float) -> dict[str, str]:
     """What shows a collapse in the means over the last steps, by metric; empty if nothing does."""
     solved, entropy, truncated = (means[name] for name in WATCHED)
     signs = {}
@@ -108,7 +108,7 @@ def evaluation_metrics(
     """pass@k, lengths and shares over all questions, from this rank's groups."""
     num_questions = int(world.sum([len(groups)]))
     solved = [[t.is_solved for t in group] for group in groups]
-    solved = world.gather_rows(solved, shape=(num_questions, validation.best_of_n))
+    solved = world.gather_rows(solved, (num_questions, validation.best_of_n))
     sampled = [t for group in groups for t in group]
     rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
@@ -125,7 +125,7 @@ def mean_rewards(
         paid = [(t.reward, *(t.reward_parts[part] for part in parts)) for t in group]
         applying = [[x for x in column if x is not None] for column in zip(*paid, strict=True)]
         rows.append([sum(some) / len(some) if some else math.nan for some in applying])
-    table = world.gather_rows(rows, shape=(num_questions, 1 + len(parts)))
+    table = world.gather_rows(rows, (num_questions, 1 + len(parts)))
     metrics = {}
     for name, means in zip(["reward", *(f"part_{part}" for part in parts)], table.T, strict=True):
         means = means[~np.isnan(means)]
@@ -161,6 +161,6 @@ def single_answer_metrics(
     num_tokens = sum(len(t.completion.token_ids) for t in answers)
     metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
     for name, column in solved.items():
-        table = world.gather_rows(column, shape=(len(questions), 1))
+        table = world.gather_rows(column, (len(questions), 1))
         metrics |= with_interval(f"eval/{name}", table[:, 0], is_binary=True)
     return metrics

@@ -25,7 +25,6 @@ import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
@@ -93,26 +92,20 @@ def save_checkpoint(run: Run) -> None:
         "fit": asdict(run.fit),
         "num_alike": run.num_alike,
     }
-    model = run.policy.model
-    optimizer = run.optimizer
-    name = f"step-{state.step:06d}"
-    write = functools.partial(
-        write_model, model=model, tokenizer=run.policy.tokenizer, optimizer=optimizer
-    )
+    checkpoint = root / f"step-{state.step:06d}"
+    write = functools.partial(write_state, run)
     if run.config.model.shard:
         from engine.update import shards
 
-        folder = root / f"{name}.parts.tmp"
-        num_failed = shards.save_parts(model, optimizer, folder, world)
+        folder = root / f"{checkpoint.name}.parts.tmp"
+        num_failed = shards.save_parts(run.policy.model, run.optimizer, folder, world)
         write = functools.partial(
             shards.move_parts, written=folder, num_parts=world.size, num_failed=num_failed
         )
-    save = functools.partial(
-        write_checkpoint, root, known, step=state.step, write=write, keep=run.config.checkpoint.keep
-    )
-    state.is_saved = save_on_main(run, "checkpoint", state.step, save)
+    arguments = (checkpoint, known, write, run.config.checkpoint.keep)
+    state.is_saved = save_on_main(run, "checkpoint", state.step, write_checkpoint, *arguments)
     if state.is_saved:
-        run.logger.info(f"saved checkpoint {root / name}")
+        run.logger.info(f"saved checkpoint {checkpoint}")
 
 
 def save_on_main(
@@ -137,14 +130,14 @@ def save_on_main(
 
 
 def write_checkpoint(
-    root: Path, state: dict, *, step: int, write: Callable[[Path], None], keep: int | None
+    checkpoint: Path, state: dict, write: Callable[[Path], None], keep: int | None
 ) -> None:
-    """Write step-<step> below `root`, link `last` to it, and delete all but the `keep` newest.
+    """Write a checkpoint, link `last` to it, and delete all but the `keep` newest.
 
-    `write` puts weights and averages into a folder: `write_model`, or `move_parts` of shards.py.
+    `write` puts weights and averages into a folder: `write_state`, or `move_parts` of shards.py.
     Damaged checkpoints are neither counted nor deleted. With `keep` None nothing is deleted.
     """
-    checkpoint = root / f"step-{step:06d}"
+    root = checkpoint.parent
     with save_folder(checkpoint) as temporary:
         inner = temporary / "training_state"
         inner.mkdir()
@@ -170,13 +163,12 @@ def mark(root: Path, checkpoint: Path) -> None:
     sync(root)
 
 
-def write_model(
-    folder: Path, *, model: PreTrainedModel, tokenizer: Tokenizer, optimizer: Optimizer
-) -> None:
+def write_state(run: Run, folder: Path) -> None:
+    """The run's model, tokenizer and averages, where one rank has all of them."""
     with without_hub():
-        model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / OPTIMIZER)
+        run.policy.model.save_pretrained(folder)
+    run.policy.tokenizer.save_pretrained(folder)
+    torch.save(run.optimizer.state_dict(), folder / OPTIMIZER)
 
 
 def save_model(

@@ -38,17 +38,16 @@ def load_config(arguments: list[str]) -> Config:
     parser.add_argument("-h", "--help", action="store_true")
     options, overrides = parser.parse_known_args(arguments)
     if options.help:
-        if os.environ.get("RANK", "0") == "0":
-            named = [t for t in overrides if t.startswith(("task.name=", "task.reward="))]
-            print(USAGE, explained(combine({}, named)), sep="\n")
+        named = [t for t in overrides if t.startswith(("task.name=", "task.reward="))]
+        say_once(f"{USAGE}\n{explained(combine({}, named))}")
         raise SystemExit(0)
     file = Path(options.config).expanduser()
     in_file = read_file(file)
     config = combine(in_file, overrides)
     typed = nest(map(parse_override, overrides))
     lost = left_out(nest(in_file.items()), typed)
-    if lost and os.environ.get("RANK", "0") == "0":
-        print(f"left out of {file}: {', '.join(lost)}", flush=True)
+    if lost:
+        say_once(f"left out of {file}: {', '.join(lost)}")
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
     given = merge(of_user, typed)
     if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
@@ -64,8 +63,7 @@ def check_default_rate(config: Config) -> None:
         if not os.path.exists(config.model.name):
             return  # that there is no such model comes first: `check_files` says so
     rate = config.training.learning_rate
-    model = Path(config.model.name).resolve()
-    is_tiny = model in (Path("tiny").resolve(), ROOT / "tiny")
+    is_tiny = Path(config.model.name).resolve() in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
     made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
     is_given = rate != Config().training.learning_rate  # in config.yaml
@@ -96,8 +94,12 @@ def check_files(config: Config) -> None:
             lines.append(f"{key} = {values[key]}: cannot be used: {error}")
     if lines:
         raise ConfigError(*lines)
+    say_once(f"loading torch, transformers and {config.model.name} ...")
+
+
+def say_once(text: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(f"loading torch, transformers and {config.model.name} ...", flush=True)
+        print(text, flush=True)
 
 
 def combine(in_file: dict, overrides: list[str]) -> Config:
@@ -120,7 +122,7 @@ def combine(in_file: dict, overrides: list[str]) -> Config:
     return config
 
 
-def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
+def parse_yaml(text: str | bytes, origin: str | Path) -> Any:
     """The value of YAML text; errors name its `origin`."""
     try:
         return yaml.load(text, Loader=Loader)
@@ -132,7 +134,7 @@ def parse_yaml(text: str | bytes, *, origin: str | Path) -> Any:
 def read_file(path: str | Path) -> dict:
     """The mapping in a YAML file; an empty file is an empty mapping."""
     try:
-        content = parse_yaml(Path(path).read_bytes(), origin=path)
+        content = parse_yaml(Path(path).read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give --config a YAML file") from error
     if content is not None and not isinstance(content, dict):
@@ -149,7 +151,7 @@ def parse_override(override: str) -> tuple[str, Any]:
             example = f"--config {override}"
         raise ConfigError(f"{override}: write {example}")
     try:
-        return key, parse_yaml(text, origin=override)
+        return key, parse_yaml(text, override)
     except ConfigError as error:
         if may_be_text(key):
             return key, text  # `combine` knows the task's keys
@@ -228,7 +230,7 @@ def without_other_task(values: dict, overrides: dict) -> dict:
 def left_out(values: dict, overrides: dict) -> list[str]:
     """The keys of the file's task that `without_other_task` drops, but for those at the default."""
     sections = (Config().model_dump(), values, without_other_task(values, overrides))
-    usual, before, after = (unnest(section_of(of, "task"), separator=".") for of in sections)
+    usual, before, after = (unnest(section_of(of, "task")) for of in sections)
     usual |= {"name": before.get("name"), "reward_weights.timeout": 0.0}
     lost = [key for key in before if key not in after and before[key] != usual.get(key)]
     return [f"task.{key}" for key in lost if key != "reward"]
@@ -323,7 +325,7 @@ def hint(key: str, value: Any, known: list[str]) -> str:
     ]
     ours, words = words_elsewhere()
     remarks = words["remarks"]
-    paths = unnest({key: value}, separator=".")
+    paths = unnest({key: value})
     foreign = [*filter(None, (word_in(path, [*ours, *remarks]) for path in paths))]
     if section in SECTIONS and not any(ours.get(w, "").startswith(section) for w in foreign):
         foreign = [] if any(name.startswith(section) for name in near) else foreign
@@ -353,7 +355,7 @@ def in_our_words(given: dict) -> str:
     It sets what means the same here. What needs a choice stands in a comment.
     """
     ours, words = words_elsewhere()
-    flat = unnest(given, separator=".")
+    flat = unnest(given)
     known = dotted_values(Config())
     theirs = {path: None if path in known else word_in(path, ours) for path in flat}
     if sum(map(bool, theirs.values())) < 2:

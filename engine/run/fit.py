@@ -45,10 +45,10 @@ def check_room(run: Run) -> None:
     best = f", of which the best {k}" if k < n else ""
     run.logger.info(f"{training.num_steps} steps of {rows}, {n} samples of each{best}")
     if world.is_main:
-        check_disk(run.folder, run.config, num_weights=num_trained)
+        check_disk(run.folder, run.config, num_trained)
 
 
-def check_disk(folder: Path, config: Config, *, num_weights: int) -> None:
+def check_disk(folder: Path, config: Config, num_weights: int) -> None:
     """Raises ValueError, saying what would fit, if the disk is too small for the run's `folder`."""
     checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
     twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
@@ -95,7 +95,7 @@ def fit_micro_batches(run: Run) -> None:
 def longest_row(run: Run) -> int:
     """The most tokens of a row: the longest of some prompts, and a completion of full length."""
     questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
-    ids = encode_prompts(questions, task=run.task, tokenizer=run.policy.tokenizer)
+    ids = encode_prompts(questions, run.task, run.policy.tokenizer)
     return max(map(len, ids)) + run.config.training.max_new_gen_tokens
 
 

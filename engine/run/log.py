@@ -1,7 +1,6 @@
 """What a run logs of a step, of an evaluation, and of its end: logger.py prints and writes it."""
 
 import contextlib
-import json
 import math
 import platform
 import subprocess
@@ -14,7 +13,7 @@ import transformers
 
 from engine import ROOT
 from engine.core.config import Config
-from engine.core.files import json_line, sizes_of, without_nan, write_atomically
+from engine.core.files import json_line, sizes_of, write_atomically
 from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
 from engine.core.types import Groups, Metrics
@@ -52,25 +51,25 @@ def step_metrics(run: Run, groups: Groups, update: Update, clock: Clock) -> Metr
     run.watch_for_collapse(metrics)
     metrics["train/skipped_steps"] = state.skipped_steps
     metrics["train/collapsed"] = float(bool(state.signs))
-    return metrics | logged_by_rewards(run, "train", {*metrics})
+    return with_logged(run, "train", metrics)
 
 
-def logged_by_rewards(run: Run, split: str, own: set[str]) -> Metrics:
-    """Means over all ranks of what task.reward gave to log_metric, but not under `own` names."""
+def with_logged(run: Run, split: str, metrics: Metrics) -> Metrics:
+    """The metrics, and means over all ranks of what task.reward gave to log_metric."""
     if not run.task.functions:
-        return {}
+        return metrics
     sums = {}
     for logged in run.world.gather(run.task.take_logged()):
         for name, pair in logged.items():
             sums[name] = sums.get(name, 0.0) + np.array(pair)
     for name in sums:
-        if f"{split}/{name}" in own:
+        if f"{split}/{name}" in metrics:
             problem = f"log_metric: {name} is the run's own: rename the metric"
             if run.state.step <= 1:  # in the first evaluation or step: later it ends no run
                 raise RewardError(problem)
             remark(run, "log_metric", problem)
     means = {f"{split}/{name}": float(total / count) for name, (total, count) in sums.items()}
-    return {name: mean for name, mean in means.items() if name not in own}
+    return metrics | means | metrics  # the run's own stay
 
 
 def log_step(
@@ -86,7 +85,7 @@ def log_step(
     metrics |= clock.read()
     logger.print_step(step, run.config.training.num_steps, metrics)
     if every > 0 and step % every == 0:
-        samples = samples_of(run, groups, questions, split="train")
+        samples = samples_of(run, groups, questions, "train")
         logger.print_samples(f"training completions of step {step}", samples, start=[])
         logger.log_samples(step, samples)
     logger.log_lines("rollouts.jsonl", rollouts)
@@ -138,7 +137,7 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 def log_evaluation(run: Run, metrics: Metrics, groups: Groups) -> None:
     step = run.state.step
     samples = validation_samples(run, groups)
-    metrics |= logged_by_rewards(run, "eval", {*metrics})
+    metrics = with_logged(run, "eval", metrics)
     title = f"evaluation at step {step}"
     run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
     run.logger.log_samples(step, samples)
@@ -149,17 +148,16 @@ def log_evaluation(run: Run, metrics: Metrics, groups: Groups) -> None:
 def answer_totals(run: Run) -> dict[str, int]:
     """How many answers are behind each share of right ones."""
     num_questions = len(run.validation_questions)
-    of_questions = ("majority", "greedy", "strict", "lenient")
-    totals = dict.fromkeys(of_questions, num_questions)
+    totals = dict.fromkeys(("majority", "greedy", "strict", "lenient"), num_questions)
     return totals | {"pass@1": num_questions * run.config.validation.best_of_n}
 
 
 def validation_samples(run: Run, groups: Groups) -> list[dict]:
     """The first completions of this rank's share of the validation questions."""
-    return samples_of(run, groups, run.world.share(run.validation_questions), split="validation")
+    return samples_of(run, groups, run.world.share(run.validation_questions), "validation")
 
 
-def samples_of(run: Run, groups: Groups, questions: list[dict], *, split: str) -> list[dict]:
+def samples_of(run: Run, groups: Groups, questions: list[dict], split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
     task = run.task
     has_rows = bool(task.functions)  # of any columns: people read what the model is asked
@@ -200,8 +198,7 @@ def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups
         folder.mkdir(parents=True)
         write_settings(folder, config)
         write_atomically(folder / "samples.jsonl", "".join(map(json_line, samples)))
-        text = json.dumps(without_nan(metrics), indent=1) + "\n"
-        write_atomically(folder / "metrics.json", text)
+        write_atomically(folder / "metrics.json", json_line(metrics))
         run.logger.info(f"written to {folder}")
     return 2 if run.count_broken(groups) > 0 else 0
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TextIO
 
 from engine.core.config import ConfigError
@@ -48,13 +47,9 @@ def mistakes_cost_one_line() -> Iterator[None]:
             fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
             error = ValueError(f"the memory is full before anything is sampled: {fix}")
         is_config = isinstance(error, ConfigError)
-        num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-        # A mistake in the config was printed by the first start; that there is a restart is another
-        # error (see `read_environment`), which the first restart prints.
-        is_new = num_restarts <= (0 if is_config else 1)
-        if is_new and not is_first_rank:
+        if not is_first_rank:
             time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 print it before
-        if is_new and (is_first_rank or not is_config):
+        if is_first_rank or not is_config:
             lines = error.lines if is_config else [error]
             print(*map(error_line, lines), sep="\n", file=sys.stderr)
             print(error.better if is_config else "", end="", file=sys.stderr)
@@ -62,7 +57,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def crashes_name_the_fix(folder: Path, micro_batch_tokens: int) -> Iterator[None]:
+def crashes_name_the_fix(run: Any) -> Iterator[None]:
     """Where memory or the disk is full, or a task exits, say below the traceback what to do."""
     try:
         yield
@@ -70,7 +65,7 @@ def crashes_name_the_fix(folder: Path, micro_batch_tokens: int) -> Iterator[None
         if "by peer" in str(error):  # gloo's words, where the other rank has said why
             print(
                 "this rank ends too, since another one has ended; what was saved stays in "
-                f"{folder}; the same command on all nodes goes on",
+                f"{run.folder}; the same command on all nodes goes on",
                 file=sys.stderr,
             )
             time.sleep(1)  # torchrun names the rank that ends first: let that be the other one
@@ -79,7 +74,7 @@ def crashes_name_the_fix(folder: Path, micro_batch_tokens: int) -> Iterator[None
             raise
         raise RuntimeError(
             "out of memory: if it was sampling, lower sampling.max_batch_tokens, else set "
-            f"training.micro_batch_tokens={micro_batch_tokens // 2}, or "
+            f"training.micro_batch_tokens={run.micro_batch_tokens // 2}, or "
             "model.gradient_checkpointing=true"
         ) from error
     except RewardError as error:
@@ -89,8 +84,8 @@ def crashes_name_the_fix(folder: Path, micro_batch_tokens: int) -> Iterator[None
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise RuntimeError(
-            f"{error.filename or folder}: the disk is full: free some space; the same command goes "
-            "on from the last checkpoint"
+            f"{error.filename or run.folder}: the disk is full: free some space; the same command "
+            "goes on from the last checkpoint"
         ) from error
     except SystemExit as error:
         raise RuntimeError(f"a task called sys.exit({error.code}): let it raise instead") from error

@@ -20,8 +20,8 @@ ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-9, torch.float32: 1e-7
 def remark(run: Run, kind: str, line: str) -> None:
     """Warn of this kind of thing, if the run has not yet."""
     if run.world.is_main:
-        said = read_lines(run.folder / "remarks.jsonl")
-        if all(row["kind"] != kind for row in said):
+        said = [row["kind"] for row in read_lines(run.folder / "remarks.jsonl")]
+        if kind not in said:
             run.logger.warning(line)
             row = {"step": run.state.step, "kind": kind, "line": line}
             run.logger.log_lines("remarks.jsonl", json_line(row))
@@ -119,9 +119,8 @@ def remark_on_evaluation(run: Run, metrics: Metrics, questions: list[dict], grou
         remark_on_parts(run)
     if "answer" in run.task.REWARD_PARTS:
         paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
-        num_partly = sum(0 < part < 1 for part in paid)
-        num_right = sum(part >= 1 for part in paid)
-        num_partly, num_right = run.world.sum([num_partly, num_right]).tolist()
+        mine = [sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)]
+        num_partly, num_right = run.world.sum(mine).tolist()
         if num_partly > 0 and num_right == 0:
             remark(
                 run,

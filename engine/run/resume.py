@@ -67,7 +67,7 @@ def load_checkpoint(run: Run, folder: Path) -> None:
 def compare(run: Run, saved: Saved) -> None:
     """Refuse what must not have changed since then, and say what else has changed, and means."""
     config = run.config
-    training = run.config.training
+    training = config.training
     num_ranks = run.world.size
     for key in check_same_run(saved.config, config, run.rests_on):
         means = "from here on no longer bit for bit the same"
@@ -82,10 +82,9 @@ def compare(run: Run, saved: Saved) -> None:
         )
     if saved.num_ranks != num_ranks:
         then, now = (config.questions_per_step(n) for n in (saved.num_ranks, num_ranks))
-        means = f"a step now has {now} questions, not {then}"
-        means = "no longer bit for bit the same" if now == then else means
         run.logger.warning(
-            f"the run had {saved.num_ranks} ranks and goes on with {num_ranks}: {means}"
+            f"the run had {saved.num_ranks} ranks and {then} questions in a step, and goes on with "
+            f"{num_ranks} and {now}: no longer bit for bit the same"
         )
 
 
@@ -112,7 +111,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     warn = run.logger.warning
     may_resume = run.config.checkpoint.resume == "auto"
     run.lock = lock_folder(run.folder, warn)
-    folder = find_start(run.folder, may_resume=may_resume, warn=warn)
+    folder = find_start(run.folder, may_resume, warn)
     if folder is None:
         return None, None
     best = run.folder / "best"
@@ -137,7 +136,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     return folder, saved
 
 
-def find_start(folder: Path, *, may_resume: bool, warn: Log) -> Path | None:
+def find_start(folder: Path, may_resume: bool, warn: Log) -> Path | None:
     """The checkpoint to resume from, or None; ValueError if results would be overwritten."""
     root = folder / "checkpoints"
     checkpoint.mend(folder / "best")

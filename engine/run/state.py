@@ -108,14 +108,12 @@ class Run:
     def check_questions(self) -> None:
         """Raises ValueError if the ranks hold other questions or too few, or none can be played."""
         world = self.world
-        task = self.config.task
         validation = self.validation_questions
-        training = self.stream.questions if self.stream else []
-        mine = of_questions(validation, training)
+        mine = of_questions(validation, self.stream.questions if self.stream else [])
         if world.sum([mine != world.broadcast(mine)]).item() > 0:
             raise ConfigError(
-                f"task.name = {task.name}: each rank has other questions; make it load the same "
-                "list in each process: sorted(set(...)), not list(set(...))"
+                f"task.name = {self.config.task.name}: each rank has other questions; make it load "
+                "the same list in each process: sorted(set(...)), not list(set(...))"
             )
         if len(validation) < world.size:
             raise ConfigError(f"{len(validation)} validation questions for {world.size} ranks")
@@ -198,12 +196,12 @@ class Run:
         """Keep the signs of a collapse in a step's metrics and those before; warn of new ones."""
         state = self.state
         num_questions = self.config.questions_per_step(self.world.size)
-        state.recent, means = mean_of_last(state.recent, metrics, num_questions=num_questions)
+        state.recent, means = mean_of_last(state.recent, metrics, num_questions)
         before = state.signs
         state.signs = {}
         if means:
             state.best_solved = max(state.best_solved, means["train/solved"])
-            state.signs = signs_of_collapse(means, best_solved=state.best_solved)
+            state.signs = signs_of_collapse(means, state.best_solved)
         for name, sign in state.signs.items():
             if name not in before:
                 self.logger.warning(f"the model may be collapsing: {sign} (mean of the last steps)")
@@ -232,6 +230,5 @@ def summary(run: Run) -> str:
         "is then that of the longer run",
     ]
     if state.step < run.config.training.num_steps:
-        signs = ", ".join(state.signs.values())
-        lines[-1] = f"stopped, since the model has collapsed: {signs}"
+        lines[-1] = f"stopped, since the model has collapsed: {', '.join(state.signs.values())}"
     return "\n".join(lines)

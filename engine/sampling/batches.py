@@ -43,7 +43,7 @@ def decode_in_batches(
     by_length = sorted(range(len(token_ids)), key=lambda i: -len(token_ids[i]))
     most = len(token_ids)
     trim_heap()  # of what the last update has left
-    with logger.progress(len(token_ids) * params.group_size, "sampling", "seq") as bar:
+    with logger.progress(range(len(token_ids) * params.group_size), "sampling", "seq") as bar:
         while by_length:
             longest = len(token_ids[by_length[0]])
             fit = max_batch_tokens or sampler.tokens_at_once(longest, params)
@@ -93,20 +93,19 @@ def tokens_that_fit(
     device = model.device
     row_tokens = longest + params.max_new_tokens
     config = model.config.get_text_config()
-    (cached, states) = kept
-    top_p = params.top_p
-    if device.type != "cuda":
-        row = states + decode_bytes_per_row(config, row_tokens, cached=cached, top_p=top_p)
+    cached, states = kept
+    is_cuda = device.type == "cuda"
+    likely = longest + (0.7 if is_cuda else 1.0) * params.max_new_tokens  # most end early
+    row = states + decode_bytes_per_row(config, likely, cached=cached, top_p=params.top_p)
+    if not is_cuda:
         return min(CPU_BATCH_TOKENS, int(CPU_BATCH_BYTES / row) * row_tokens)
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reserved
-    likely = longest + 0.7 * params.max_new_tokens  # tokens: most completions end early
-    decoding = states + decode_bytes_per_row(config, likely, cached=cached, top_p=top_p)
     hidden_size = getattr(config, "hidden_size", 0)
     inner_size = getattr(config, "intermediate_size", None) or 4 * hidden_size
     layer = model.dtype.itemsize * (5 * hidden_size + 3 * inner_size)  # of a prompt's token
     reading = longest * (cached + layer) / params.group_size  # of all prompts, before they grow
-    return int(0.9 * free / max(decoding, reading)) * row_tokens  # a tenth for fragmentation
+    return int(0.9 * free / max(row, reading)) * row_tokens  # a tenth for fragmentation
 
 
 def decode_bytes_per_row(

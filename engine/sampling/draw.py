@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList
 
 from engine.core.types import Completion, SamplingParams, Seed
 
@@ -112,6 +114,22 @@ class TokenBuffer:
             ended = (is_unfinished, is_inserted, is_text, conversation)
             completions.append(Completion(ids, log_probs, entropies, *ended))
         return completions
+
+
+class DrawingProcessor(LogitsProcessor):
+    """Lets transformers' own loop, `model.generate`, draw: it has one token to choose from."""
+
+    def __init__(self, seeds: list[Seed], params: SamplingParams, device: torch.device):
+        self.uniforms = draw_uniforms(seeds, params).to(device)  # (B, T)
+        self.drawn = TokenBuffer(len(self.uniforms), params, device)
+        self.processors = LogitsProcessorList([self])
+        self.stopping_criteria = StoppingCriteriaList([lambda *_: ~self.drawn.active])
+
+    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Logits (B, V) of -inf for all but the drawn token."""
+        tokens = self.drawn.draw(logits, self.uniforms[:, self.drawn.t[0]])
+        self.drawn.ask_tools(tokens)
+        return torch.full_like(logits, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
 def sample_tokens(

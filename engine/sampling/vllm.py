@@ -163,8 +163,7 @@ class VllmEngine:
         """Draw and record a token of each row; of the logits (b, V) all others become -inf."""
         self.active[rows] = True  # also if vLLM dropped what it had drawn for a prompt's part
         self.select(rows, columns)
-        uniforms = self.uniforms[self.drawn.rows, self.drawn.t]
-        tokens = self.drawn.draw(logits, uniforms)
+        tokens = self.drawn.draw(logits, self.uniforms[self.drawn.rows, self.drawn.t])
         self.active[rows] = self.drawn.active
         return torch.full_like(logits, -torch.inf).scatter_(1, tokens[:, None], 0.0)
 

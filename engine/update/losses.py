@@ -44,7 +44,7 @@ def apply_options(
         token_loss = own_loss(training.policy_loss, batch, log_probs, advantages)
     elif training.policy_loss == "dppo":
         token_loss, is_clipped = dppo_loss(
-            log_probs, advantages, batch.sampler_log_probs, delta=training.dppo_delta
+            log_probs, advantages, batch.sampler_log_probs, training.dppo_delta
         )
     elif not is_first:
         token_loss, is_clipped = off_policy_loss(training, batch, log_probs, advantages)
@@ -68,7 +68,7 @@ def off_policy_loss(
     eps_high = training.clip_eps_high or training.clip_eps
     old_log_probs = batch.old_log_probs
     if training.policy_loss == "cispo":
-        return cispo_loss(log_probs, advantages, old_log_probs, eps_high=eps_high)
+        return cispo_loss(log_probs, advantages, old_log_probs, eps_high)
     if training.policy_loss == "gspo":
         log_probs = completion_means(log_probs, batch.completion_mask)
         old_log_probs = completion_means(old_log_probs, batch.completion_mask)
@@ -91,7 +91,7 @@ def ppo_loss(
 
 
 def cispo_loss(
-    log_probs: Tensor, advantages: Tensor, old_log_probs: Tensor, *, eps_high: float
+    log_probs: Tensor, advantages: Tensor, old_log_probs: Tensor, eps_high: float
 ) -> tuple[Tensor, Tensor]:
     """-sg(min(ratio, 1 + eps)) A log pi; sg: no gradient.
 
@@ -104,7 +104,7 @@ def cispo_loss(
 
 
 def dppo_loss(
-    log_probs: Tensor, advantages: Tensor, sampler_log_probs: Tensor, *, delta: float
+    log_probs: Tensor, advantages: Tensor, sampler_log_probs: Tensor, delta: float
 ) -> tuple[Tensor, Tensor]:
     """-pi / mu A, and 0 where |pi - mu| > delta and pi has moved as A asks (DPPO with Binary-TV).
 

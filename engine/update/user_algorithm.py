@@ -5,35 +5,42 @@ all rows of the batch, of advantage 0 too, since a term of it may move them.
 """
 
 import contextlib
-import math
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.core.config import Config
 from engine.core.distributed import World
-from engine.core.types import MicroBatch, Trajectory
+from engine.core.types import Groups, MicroBatch
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.rewards import total_reward
 
 MAX_LOG_PROB = -1e-6  # of a token, as a loss of the user's own is told
 
 
-def own_advantages(name: str, rewards: Tensor, groups: list[list[Trajectory]]) -> Tensor:
+def own_advantages(name: str, rewards: Tensor, groups: Groups) -> Tensor:
     """f(rewards, **kwargs), (N, G) to (N, G) in float64.
 
     kwargs, (N, G) each: `lengths` in tokens, `truncated`, and by name in `parts`, NaN for None.
     """
-
-    def of_all(values: list[float]) -> Tensor:
-        numbers = [math.nan if value is None else value for value in values]
-        return torch.tensor(numbers, dtype=torch.float64).reshape(rewards.shape)
-
     rows = [t for group in groups for t in group]
-    lengths = of_all([len(t.completion.token_ids) for t in rows])
-    truncated = of_all([t.completion.truncated for t in rows]).bool()
-    parts = {part: of_all([t.reward_parts[part] for t in rows]) for part in rows[0].reward_parts}
+    lengths = of_all([len(t.completion.token_ids) for t in rows], rewards)
+    truncated = of_all([t.completion.truncated for t in rows], rewards).bool()
+    names = rows[0].reward_parts
+    parts = {part: of_all([t.reward_parts[part] for t in rows], rewards) for part in names}
+    return ask(name, rewards, lengths, truncated, parts)
+
+
+def of_all(values: list, rewards: Tensor) -> Tensor:
+    """A number of each completion, NaN for None, in the shape of the rewards (N, G)."""
+    return torch.from_numpy(np.array(values, np.float64).reshape(rewards.shape))
+
+
+def ask(
+    name: str, rewards: Tensor, lengths: Tensor, truncated: Tensor, parts: dict[str, Tensor]
+) -> Tensor:
+    """What the user's advantage gives; RewardError if that is not finite."""
     kwargs = {"lengths": lengths, "truncated": truncated, "parts": parts}
     advantages = call("training.advantage", name, rewards, like=rewards, **kwargs).double()
     for group, given in zip(rewards.tolist(), advantages, strict=True):
@@ -96,22 +103,18 @@ def try_algorithm(config: Config, world: World) -> None:
     device = world.device
     size = training.group_size
     longest = training.max_new_gen_tokens
-    lengths = [longest - i * longest // size for i in range(size)]  # of a group's completions
+    lengths = longest - torch.arange(size) * longest // size  # of a group's completions
     if ":" in training.advantage:
+        num_groups = config.questions_per_step(world.size) // world.size
+        truncated = (lengths == longest).repeat(num_groups, 1)
         for worse in (0.0, 1.0):
-            group = []
-            num_groups = config.questions_per_step(world.size) // world.size
-            for i, length in enumerate(lengths):
-                parts = dict.fromkeys(config.task.reward_weights, worse if i % 2 else 1.0)
-                completion = SimpleNamespace(token_ids=range(length), truncated=i == 0)
-                reward = total_reward(parts, config.task.reward_weights)
-                group.append(Trajectory([1], completion, "", parts, reward))
-            rewards = torch.tensor([[t.reward for t in group]] * num_groups, dtype=torch.float64)
-            own_advantages(training.advantage, rewards, [group] * num_groups)
+            rewards = torch.ones((num_groups, size), dtype=torch.float64)
+            rewards[:, 1::2] = worse
+            parts = dict.fromkeys(config.task.reward_weights, rewards)
+            ask(training.advantage, rewards, lengths.double().expand_as(rewards), truncated, parts)
     if ":" in training.policy_loss:
         columns = torch.arange(8 + longest, device=device)  # a prompt of 8 tokens, a completion
-        ends = 8 + torch.tensor(lengths, device=device)[:, None]
-        mask = (columns >= 8) & (columns < ends)
+        mask = (columns >= 8) & (columns < 8 + lengths.to(device)[:, None])
         log_probs = torch.linspace(-2, -0.1, mask.numel(), device=device).reshape(mask.shape)
         log_probs[:, 8] = 0.0  # a token that was certain
         log_probs = (log_probs * mask).requires_grad_()

@@ -150,7 +150,7 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
     row, settings, posed, prompt, completion = SEEN[name]
     task = load_task(make_config("task.reward=my_rewards:see", *settings.split()).task)
     assert task.pose(row) == posed
-    assert reward_parts(task, [["x"]], [row], [[DRAWN]]) == [[{"see": 1.0}]]
+    assert reward_parts(task, [["x"]], [row], [[DRAWN]], 9) == [[{"see": 1.0}]]
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"}
     names |= {"rewards", "max_completion_length", "log_metric"}
     assert capsys.readouterr().out == f"{sorted(names)} {[prompt]} {[completion]}\n"
@@ -159,8 +159,7 @@ def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, na
 def paid(reward: str | Task, *settings: str) -> list[list[dict]]:
     is_made = isinstance(reward, Task)
     task = reward if is_made else load_task(make_config(f"task.reward={reward}", *settings).task)
-    task.max_completion_length = 4
-    return reward_parts(task, [["yes", "no"]] * 2, KINDS, [[DRAWN] * 2] * 2)
+    return reward_parts(task, [["yes", "no"]] * 2, KINDS, [[DRAWN] * 2] * 2, 4)
 
 
 def test_functions_are_named_of_one_file_or_of_several(tmp_path):
@@ -490,7 +489,7 @@ def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsy
     assert stream.questions == [row]  # the other is held out
     capsys.readouterr()
     for question in (*validation, row := stream.questions[0]):
-        reward_parts(task, [["x"]], [question], [[None]])
+        reward_parts(task, [["x"]], [question], [[None]], 320)
     assert capsys.readouterr().out.splitlines() == [
         "1 at 9.5? [9.5] ['007'] ['1'] [2] 320",
         "2 at ? [None] ['1e7'] ['n/a'] [3] 320",
@@ -564,7 +563,7 @@ def test_a_module_needs_a_prompt_and_a_reward_alone(folder):
     rows = load_rows("mine", "rows.csv", "train")
     assert 60 < len(rows) < 80 and rows[0].keys() == {"q", "level"}
     assert task.question_key({"b": 1, "a": 2}) == task.question_key({"a": 2, "b": 1})
-    assert reward_parts(task, [["y"]], [rows[0]], [[None]])[0][0]["answer"] == 0.5
+    assert reward_parts(task, [["y"]], [rows[0]], [[None]], 9)[0][0]["answer"] == 0.5
     assert read_answer(task, " x\n", rows[0]) == "12"
     with pytest.raises(SystemExit, match="give it an EXAMPLE_ROW"):
         attack.load("mine", None, [])

@@ -12,6 +12,7 @@ import pytest
 import wandb
 from test_logger import SAMPLE, log_steps, logged_steps, start
 
+from engine.core.distributed import init_world
 from engine.report import boards as report_boards
 from engine.report.boards import BOARDS, MLFLOW_ENVIRONMENT, Board, MlflowRun, WandbRun
 
@@ -224,6 +225,6 @@ def test_env_file_sets_mlflow_up_and_the_environment_wins(tmp_path, monkeypatch)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "real")
     (tmp_path / ".env").write_text("MLFLOW_TRACKING_URI=a\nMLFLOW_TRACKING_USERNAME=file\n")
-    MlflowRun()
+    init_world()
     assert os.environ["MLFLOW_TRACKING_URI"] == "a"
     assert os.environ["MLFLOW_TRACKING_USERNAME"] == "real"

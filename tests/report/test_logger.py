@@ -111,7 +111,7 @@ def test_a_dumb_terminal_gets_no_bars(monkeypatch):
     terminal.isatty = lambda: True
     for kind in ("dumb", "xterm"):
         monkeypatch.setenv("TERM", kind)
-        with Logger(rank=0).progress(3, "rollouts", "rows") as bar:
+        with Logger(rank=0).progress(range(3), "rollouts", "rows") as bar:
             assert bool(bar.disable) == (kind == "dumb")
 
 

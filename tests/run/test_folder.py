@@ -28,7 +28,7 @@ def write(folder: Path) -> None:
 
 
 def save(root: Path, step: int, keep: int | None = 2) -> Path:
-    checkpoint.write_checkpoint(root, {"state": {"step": step}}, step=step, write=write, keep=keep)
+    checkpoint.write_checkpoint(root / f"step-{step:06d}", {"state": {"step": step}}, write, keep)
     return root / f"step-{step:06d}"
 
 

@@ -363,7 +363,7 @@ def test_a_task_may_have_any_other_name_and_pay_by_an_array():
     pays = {"generate_prompt": len, "reward_function": lambda *_, **how: np.array(1.0)}
     task = Task("own.py", helper | pays, TaskSettings())
     assert list(problems_of_task(task)) == []
-    assert reward_parts(task, [["x"]], [{}], [[None]]) == [[{"answer": 1.0}]]
+    assert reward_parts(task, [["x"]], [{}], [[None]], 9) == [[{"answer": 1.0}]]
     assert is_reward(torch.tensor(0.5)) and not any(map(is_reward, (np.array("1"), np.ones(1))))
 
 

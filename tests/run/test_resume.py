@@ -403,7 +403,7 @@ GOES_ON = {
     # bug: README advised it, and the resumed run was refused
     "smaller batches": (edit({}), SMALLER, ROUNDED),
     # bugs: "not bit for bit the same" was all that was said of these two
-    "fewer ranks": (edit({'ranks": 1': 'ranks": 2'}), "", ["now has 2 questions, not 4"]),
+    "fewer ranks": (edit({'ranks": 1': 'ranks": 2'}), "", ["and goes on with 1 and 2"]),
     "other code": (edit({'algorithm": "': 'algorithm": "x'}), "", ["paid, or trained, by"]),
     # bug: trained on with more steps, the rate fell to near 0 and rose again without a word
     "more steps": (edit(LINEAR | TWO_BEFORE), "training.lr_schedule=linear", [RATE]),

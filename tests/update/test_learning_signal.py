@@ -93,7 +93,7 @@ def test_apples_gpu_is_asked_for_no_float64(monkeypatch):
     scaled = SimpleNamespace(backward=lambda: None)  # torch has no such pass without the GPU
     scaler = SimpleNamespace(scale=lambda loss: scaled)
     policy = SimpleNamespace(is_in_ddp=False, grad_scaler=scaler)
-    logger = SimpleNamespace(with_bar=lambda batches, *names: batches)
+    logger = SimpleNamespace(progress=lambda batches, *names: batches)
     world = SimpleNamespace(size=1, sum=None)
     run = SimpleNamespace(policy=policy, logger=logger, world=world)
     run.config = SimpleNamespace(training=None)
