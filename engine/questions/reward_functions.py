@@ -147,9 +147,8 @@ class RewardTask(Task):
         else:
             prompt = self.question_text(example)
             written = texts
-        row = with_numbers(example, self.number_columns)
-        row = {key: row[key] for key in row if key not in ("prompt", "completion")}
-        columns = {key: [value] * len(texts) for key, value in row.items()}
+        row = with_numbers(example, self.number_columns).items()
+        columns = {k: [v] * len(texts) for k, v in row if k not in ("prompt", "completion")}
         columns |= {"prompts": [prompt] * len(texts), "completions": written, "rewards": {}}
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
         return columns | {"max_completion_length": limit}

@@ -74,4 +74,4 @@ def with_numbers(row: dict, columns: set[str]) -> dict:
     if not isinstance(row, CsvRow):
         return row
     numbers = {n: number_in(row[n]) if row[n].strip() else None for n in columns & row.keys()}
-    return {name: numbers.get(name, cell) for name, cell in row.items()}
+    return row | numbers  # a dict, no CsvRow

@@ -68,8 +68,7 @@ def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]
             model = tokenizer.name_or_path
             raise ValueError(f"the chat template of {model} fails: {error}") from error
     else:
-        other = [chat[0] | {"content": "Other words."}, *chat[1:]]
-        if not has_system or text != render(other):
+        if not has_system or text != render([QUESTION | {"role": "system"}, *chat[1:]]):
             return text
     system, user, *others = chat
     user = user | {"content": f"{system['content']}\n\n{user['content']}"}

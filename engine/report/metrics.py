@@ -42,11 +42,11 @@ def rollout_metrics(
     batch = [t for t in sampled if t.in_batch]
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     num = rewards.shape[1]
-    num_equal = (rewards.amax(dim=1) == rewards.amin(dim=1)).sum().item()
     num_drawn = sum(t.completion.num_sampled for t in sampled)
     columns = of_completions(sampled)
     columns["reward"] = [t.reward for t in sampled]
     columns["solved"] = [t.is_solved for t in sampled]
+    columns["zero_advantage_frac"] = (rewards.amax(dim=1) == rewards.amin(dim=1)).tolist()
     columns["advantage_abs"] = [abs(t.advantage) for t in batch]
     for part in (name for name in reward_parts if name != "timeout"):
         paid = [t.reward_parts[part] for t in sampled]
@@ -54,7 +54,6 @@ def rollout_metrics(
     metrics = {
         "train/reward_std": (rewards.std(dim=1, correction=num > 1).sum().item(), len(groups)),
         "train/entropy": (sum(float(t.completion.entropies.sum()) for t in sampled), num_drawn),
-        "train/zero_advantage_frac": (num_equal, len(groups)),
     }
     return metrics | sums_of("train", columns)
 
