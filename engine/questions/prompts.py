@@ -21,7 +21,9 @@ def make_prompts(
 ) -> PromptBatch:
     """The prompts of questions and, if the task has an Environment, their conversations."""
     if task.Environment is None:
-        return PromptBatch(encode_prompts(questions, task, policy.tokenizer), seeds)
+        tokenizer = policy.tokenizer
+        prompts = [encode_prompts([question], task, tokenizer)[0] for question in questions]
+        return PromptBatch(prompts, seeds)
     from engine.questions.environment import start_conversations  # off by default
 
     return start_conversations(policy, task, questions, seeds, params, clock)
@@ -29,8 +31,6 @@ def make_prompts(
 
 def encode_prompts(examples: list[dict], task: Task, tokenizer: Tokenizer) -> list[list[int]]:
     texts, adds = render_prompts(examples, task, tokenizer)
-    if not texts:  # a rank without validation questions; the tokenizer would raise IndexError
-        return []
     encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
     # Some add an end too (add_eos_token), behind which a model would begin another text: drop it.
     masks = ("".join(map(str, mask)).rstrip("1") for mask in encoded["special_tokens_mask"])

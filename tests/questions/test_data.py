@@ -5,6 +5,7 @@ Mistakes in a file of questions or in a task are in tests/run/test_mistakes.py.
 
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -18,7 +19,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from engine.model.tokenizer import load_tokenizer
 from engine.questions.contract import assistant_prefix
 from engine.questions.data import QuestionStream, load_questions
-from engine.questions.prompts import encode_prompts, prompt_length, render_prompts
+from engine.questions.prompts import encode_prompts, make_prompts, prompt_length, render_prompts
 from engine.questions.tasks import load_task
 from engine.questions.templates import render_prompt
 from tasks import gsm8k
@@ -409,8 +410,19 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
     half = [{"question": "What is \ud8003?", "answer": "#### 3"}]
     (ids,) = encode_prompts(half, tokenizer=tokenizer, **of_task("gsm8k"))
     assert "What is ?3?" in tokenizer.decode(ids)
-    # Bug: the tokenizer raises IndexError for an empty list, where a rank had no question.
-    assert encode_prompts([], tokenizer=tokenizer, **of_task("countdown")) == []
+
+
+def test_a_prompts_tokens_do_not_depend_on_the_questions_beside_it(templated):
+    """Bug: of a text and a chat in one batch, the chat got its beginning twice."""
+    begin = TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 1)])
+    templated.backend_tokenizer.post_processor = begin
+    rows = [{"prompt": "2?"}, {"prompt": [{"role": "user", "content": "2?"}]}]
+    task, policy = make_task("lengths:soft_overlong"), SimpleNamespace(tokenizer=templated)
+    for some in (rows, rows[::-1], []):
+        found = make_prompts(policy, task, some, [(0, 0)] * len(some), None, None).token_ids
+        lengths = [prompt_length(row, task=task, tokenizer=templated) for row in some]
+        assert [ids.count(1) for ids in found] == [type(row["prompt"]) is str for row in some]
+        assert [*map(len, found)] == lengths
 
 
 def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template(templated):
