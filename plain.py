@@ -20,6 +20,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, GenerationConfig, LogitsProcessor, logging
+from transformers import AutoModelForCausalLM, GenerationConfig, logging
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 import countdown
@@ -143,17 +144,20 @@ def say(line: str, file=None) -> None:
 
 def build_run(config: dict) -> Run:
     """Join the other ranks, if torchrun has started any, and load the model on each."""
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(**({} if "RANK" in os.environ else alone))
     num_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = "cuda" if torch.cuda.device_count() >= num_processes else "cpu"
+    num_gpus = torch.cuda.device_count()
+    device = "cuda" if num_gpus >= num_processes else "cpu"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **({} if "RANK" in os.environ else alone))
     dtype = "float32"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each length
         dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else dtype
     if config["model.compute_dtype"] not in ("auto", dtype):
         fail(f"model.compute_dtype: plain.py computes in {dtype} here; main.py may")
-    say(f"{num_processes} processes: each computes on the {device}, in {dtype}")
+    say(f"{num_processes} processes, {num_gpus} GPUs: each computes on the {device}, in {dtype}")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     # The weights are fp32: in 16 bits most updates would be lost in a weight's rounding.
@@ -250,7 +254,7 @@ def sample_trajectories(run: Run, asked: list, shape: tuple, temperature: float)
     for i in range(0, len(prompts), at_once):
         batch = {"input_ids": prompts[i : i + at_once]}
         batch = run.tokenizer.pad(batch, padding_side="left", return_tensors="pt").to(device)
-        draw = Draw(uniforms[i : i + at_once], temperature)
+        draw = partial(draw_next, iter(uniforms[i : i + at_once].split(1, dim=1)), temperature)
         with run.autocast():
             output = run.model.generate(**batch, max_new_tokens=shape[1], logits_processor=[draw])
         rows += output[:, batch["input_ids"].shape[1] :].tolist()
@@ -269,15 +273,11 @@ def encode_prompt(run: Run, question: dict) -> list:
     return run.tokenizer.encode(text, add_special_tokens=is_plain)  # a template has written them
 
 
-class Draw(LogitsProcessor):  # leaves generate's own draw one token: the others get -inf
-    def __init__(self, uniforms: Tensor, temperature: float):
-        self.columns = iter(uniforms.split(1, dim=1))
-        self.temperature = temperature
-
-    def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        probs = (logits.float() / self.temperature).softmax(dim=-1)  # (B, V)
-        tokens = draw_tokens(probs, next(self.columns))  # (B, 1)
-        return torch.full_like(logits, -torch.inf).scatter(1, tokens, 0.0)
+def draw_next(uniforms: Iterator, temperature: float, input_ids: Tensor, logits: Tensor) -> Tensor:
+    """Logits (B, V) that leave generate's own draw one token, the drawn: the others get -inf."""
+    probs = (logits.float() / temperature).softmax(dim=-1)  # (B, V)
+    tokens = draw_tokens(probs, next(uniforms))  # (B, 1)
+    return torch.full_like(logits, -torch.inf).scatter(1, tokens, 0.0)
 
 
 def draw_tokens(probs: Tensor, uniforms: Tensor) -> Tensor:

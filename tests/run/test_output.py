@@ -45,7 +45,7 @@ on the disk:    [\d.]+ MB in \S+
 (saved checkpoint|the best model:|written:|written to) \S+
 (> numbers: 3 7 25, target: 46|Let me solve this step by step\.|<think>|[-+*/=()\d ]*)
 reward [\d.]+  \(format [\d.]+  answer [\d.]+\)(; cut off at training\.max_new_gen_tokens)?
-(2 processes: each|results in \S+; the sections checkpoint and logging) .*
+(2 processes, 0 GPUs: each|results in \S+; the sections checkpoint and logging) .*
 step \d(  (train|eval)/\S+ \S+)+
 """.strip().splitlines()
 
@@ -75,5 +75,6 @@ def as_a_users(*given: object) -> None:
     transformers_logging.enable_progress_bar()
     warnings.simplefilter("always")
     warnings.showwarning = print  # pytest's would keep it
+    sys.modules.pop("torch.distributed.run", None)  # else runpy warns that a fork has it already
     sys.stdin = io.TextIOWrapper(io.BytesIO(b"numbers: 3 7 25, target: 46\n"))
     run_program(*given)
