@@ -85,7 +85,7 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     rows = [*{task.key_of(row): row for row in rows}.values()]
     set_number_columns(task, log)
     try:
-        check_functions(task, config, rows[0])
+        check_functions(task, rows[0], config.training.max_new_gen_tokens)
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError(str(error)) from error
     return [*{task.asked(row): row for row in rows}.values()]
@@ -143,7 +143,7 @@ def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
             )
 
 
-def check_functions(task: Task, config: Config, example: dict) -> None:
+def check_functions(task: Task, example: dict, limit: int) -> None:
     """Try a task's functions on a question; ValueError if they return what no run can use."""
     with naming_mistakes(task.file, task.generate_prompt, example):
         prompt = task.generate_prompt(copy.deepcopy(example), options=task.options)
@@ -153,7 +153,7 @@ def check_functions(task: Task, config: Config, example: dict) -> None:
         wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
         raise ValueError(f"{task.file}: generate_prompt must return {wanted}, not {prompt!r:.80}")
     if task.Environment is None:
-        reward_parts(task, [[""]], [example], [[None]], config.training.max_new_gen_tokens)
+        reward_parts(task, [[""]], [example], [[None]], limit)
     if task.functions:
         task.take_logged()  # what the trial has logged does not count
 

@@ -423,8 +423,8 @@ def test_what_is_blank_is_blank_wherever_it_is_read(blank, folder):
     (folder / "blank.py").write_text(f"{MODULE}    return 0.0\n")
     for refused in (
         lambda: task.parse_row({"prompt": blank}, options=task.options),
-        lambda: check_functions(make_task("blank"), {"q": blank}),
-        lambda: check_functions(task, {"prompt": [USER | {"content": blank}]}),
+        lambda: check_functions(make_task("blank"), {"q": blank}, 9),
+        lambda: check_functions(task, {"prompt": [USER | {"content": blank}]}, 9),
         lambda: imitate.parse_answer(task, {"prompt": "1?", "completion": blank}, options=None),
         lambda: gsm8k.parse_row({"question": blank, "answer": "#### 1"}, options=None),
         lambda: math500.parse_row({"problem": blank, "answer": "1"}, options=None),

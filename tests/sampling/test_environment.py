@@ -277,12 +277,12 @@ def test_a_reply_that_fits_is_whole_and_one_that_does_not_is_cut_where_its_token
     for word in long:
         module.LONG = word * 90
         conversation = start(run)
-        conversation.max_new_tokens = 10**4
+        conversation.params = replace(conversation.params, max_new_tokens=10**4)
         whole = conversation.reply(encode(run, "nu", END))
         for room in (len(whole), len(whole) - 1, 40):
             module.LONG = word * (90 if room >= len(whole) - 1 else 9_000)
             conversation = start(run)
-            conversation.max_new_tokens = room + 3
+            conversation.params = replace(conversation.params, max_new_tokens=room + 3)
             conversation.turns.clean = mock.Mock(wraps=conversation.turns.clean)
             assert conversation.reply(encode(run, "nu", END))[:room] == whole[:room], word[:9]
             assert len(conversation.turns.clean.call_args[0][0]) <= 200 * (room + 1)
