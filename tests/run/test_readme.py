@@ -101,15 +101,15 @@ def test_the_example_by_numbers_is_what_main_computes():
     divisor = len(group) * config.training.max_new_gen_tokens
     mean = sum(t.reward for t in group) / 4
     assert f"The mean of the group is {mean:.3f}," in " ".join(README)
+    assert f"Each token's weight is 1/{divisor}:" in " ".join(README)
     rows = [line for line in README if re.match(r"\| [A-D]: ", line)]
-    best = k_best_mask(torch.tensor([[t.reward for t in group]]), k=2)[0].tolist()
-    for row, t, log_prob, is_best in zip(rows, group, log_probs, best, strict=True):
+    for row, t, log_prob in zip(rows, group, log_probs, strict=True):
         gradient = -t.advantage / divisor  # of the loss, for each token's log-probability
         length = len(t.completion.token_ids)
-        shown = f"{length} {log_prob:.1f} {t.reward:.1f} {t.advantage:+.3f} 1/{divisor}"
-        cells = [*shown.split(), f"{gradient:+.5f}", "likelier" if gradient < 0 else "less likely"]
-        cells.append("imitates it" if is_best else "drops it")
-        assert [cell.strip() for cell in row.split("|")[2:-1]] == cells
+        shown = f"{length} {log_prob:.1f} {t.reward:.1f} {t.advantage:+.3f} {gradient:+.5f}"
+        assert [cell.strip() for cell in row.split("|")[2:-1]] == shown.split()
+    best = k_best_mask(torch.tensor([[t.reward for t in group]]), k=2)[0].tolist()
+    assert [name for name, is_best in zip("ABCD", best, strict=True) if is_best] == ["A", "D"]
 
 
 def test_the_edit_of_config_yaml_that_readme_shows_makes_the_recipe_of_sil():
@@ -123,16 +123,28 @@ def test_the_edit_of_config_yaml_that_readme_shows_makes_the_recipe_of_sil():
     assert combine(yaml.safe_load(text), []) == combine(recipe, [])
 
 
-def test_every_excerpt_of_the_walkthrough_is_in_main_word_for_word():
-    main = (ROOT / "main.py").read_text(encoding="utf-8")
-    excerpts = blocks("python", TEXT.partition("\n## main.py, in the")[2].partition("\n## ")[0])
+def test_the_walkthrough_stops_at_each_function_of_plain_in_order_and_quotes_it_word_for_word():
+    plain = (ROOT / "plain.py").read_text(encoding="utf-8")
+    walkthrough = TEXT.partition("\n## plain.py, from")[2].partition("\n## ")[0]
+    excerpts = blocks("python", walkthrough)
     assert len(excerpts) > 10
-    for file, lines in re.findall(r"`([\w/]+\.py)`[\w ]* \((\d+) lines", TEXT):
-        assert len((ROOT / file).read_text().splitlines()) == int(lines), file
-    engine = sum(len(file.read_text().splitlines()) for file in ROOT.glob("engine/**/*.py"))
-    assert f"`engine/` (about {round(engine, -3):,} lines)" in TEXT
     for excerpt in excerpts:
-        assert any(textwrap.indent(excerpt, " " * n) in main for n in (0, 4, 8, 12, 16)), excerpt
+        assert any(textwrap.indent(excerpt, " " * n) in plain for n in (0, 4, 8, 12)), excerpt
+    # The two dataclasses stand at the first function that makes them.
+    stops = re.findall(r"\*\*`(\w+)`\*\*", walkthrough)
+    assert sorted(stops) == sorted(re.findall(r"^(?:def|class) (\w+)", plain, re.MULTILINE))
+    functions = re.findall(r"^def (\w+)", plain, re.MULTILINE)
+    assert [stop for stop in stops if stop in functions] == functions
+
+
+def test_readme_says_how_many_lines_a_file_has():
+    sizes = dict(re.findall(r"^\| `([\w/.]+)` \| (?:about )?([\d,]+) \|", TEXT, re.MULTILINE))
+    assert {*sizes} == {"plain.py", "countdown.py", "main.py", "engine/"}
+    for name, shown in sizes.items():
+        files = ROOT.glob(f"{name}**/*.py" if name.endswith("/") else name)
+        num_lines = sum(len(file.read_text().splitlines()) for file in files)
+        assert shown == f"{round(num_lines, -3 if name == 'engine/' else 0):,}", name
+    assert f"in one file of {sizes['plain.py']} lines" in TEXT
 
 
 def shell(python: Path, command: str, **how) -> str:
