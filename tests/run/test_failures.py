@@ -44,7 +44,8 @@ def learn_from_the_other(world: World) -> tuple[list, str]:
         known.append(world.rank)  # rank 0 was not sent it, and comes to the end
     with pytest.raises(ValueError) as caught:
         world.on_main(Path("/no/such/file").read_text)
-    run = SimpleNamespace(state=State(), world=world, is_over=False, logger=Logger(rank=1))
+    given = {"world": world, "logger": Logger(rank=1), "lock": None}
+    run = SimpleNamespace(state=State(), is_over=False, **given)
     return [*known, world.stop_signal, log.finish(run)], str(caught.value)
 
 
