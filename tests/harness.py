@@ -33,6 +33,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
+import yaml
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.profiler import profile
@@ -115,6 +116,11 @@ def real_file(*names: str) -> Path:
     if "GRPO_TEST_DATA" not in os.environ:
         pytest.skip("GRPO_TEST_DATA is not set to the folder of the real files")
     return Path(os.environ["GRPO_TEST_DATA"], *names)
+
+
+def table(name: str) -> dict:
+    """The cases that stand in a .yaml below tests/."""
+    return yaml.safe_load((ROOT / "tests" / name).read_text("utf-8"))
 
 
 def benchmark(name: str) -> ModuleType:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness import CPU, ROOT, change_json, make_task, run_main, train_tokenizer
+from harness import CPU, ROOT, change_json, make_task, run_main, table, train_tokenizer
 
 from engine.core.config import ConfigError, TaskSettings, check_world, dotted_values
 from engine.core.packages import import_package
@@ -66,80 +66,12 @@ def assert_says(line: str, said: str) -> None:
 
 # On the command line
 
-SIL = "training.learning_type=sil training.k_best_of_n=[2,4]"
-FOUR_BITS = "model.lora.r=8 model.load_in_4bit=true"
-DISTILL = "training.learning_type=distill model.teacher=tiny"
-TASKS = "must be one of countdown, arithmetic, gsm8k, guess, ... or the ... .py file in HERE"
-FILE_OR_HUB = "a .jsonl, .json, .csv or .parquet file, or a hub dataset id"
-PLURALS = f"task.name=template task.train={ROOT}/tasks/plurals.csv "
-PLURALS += f"task.eval={ROOT}/tasks/plurals.csv"
-
-ON_THE_COMMAND_LINE = {
-    # what cannot be read
-    "training.num_steps": "training.num_steps: write section.key=value",
-    "--config missing.yaml": "missing.yaml: No such file ... --config",
-    "training.k_best_of_n=[1,": "training.k_best_of_n=[1,: cannot be read as YAML",
-    # unknown keys
-    "training.num_step=5": "training.num_step = 5: unknown key, ... training.num_steps; --help",
-    "task.name=gsm8k task.max_numbers=5": "task.max_numbers = 5: unknown key of task gsm8k",
-    # words of other trainers; bug: beta was told adam_betas
-    "training.beta=1": "training.beta = 1: unknown key, beta is training.kl_coef here; --help",
-    "a.rollout.n=8": "a = {rollout: ... {n: 8} ... rollout.n is training.k_best_of_n here (8 are",
-    # what others count counts here: verl's of all ranks; nanochat's of a question
-    "data.train_batch_size=8": "data = ... train_batch_size is ... num_samples_per_step_global",
-    "--num-samples=8": "--num-samples = 8: ... num_samples is training.k_best_of_n here (8 are",
-    "seed=1": "seed = 1: unknown key, seed is training.seed here",
-    # bug: it was told training.k_best_of_n, which has this word in nanochat
-    "validation.num_samples=9": "validation.num_samples = 9: ... validation.num_examples; --help",
-    # values of other trainers
-    "training.loss_normalization=dapo": "training.loss_normalization = ... ; dapo is token",
-    "task.reward_weights=[1,0.5]": "task.reward_weights = ... such as {format: 0.1, answer: ",
-    # values
-    "training.learning_type=ppo": "training.learning_type = ppo: ... 'grpo', 'sil' or 'distill'",
-    # slips of the keyboard that would start endless work, or leave nothing to compute with
-    "validation.num_examples=1000000000000": "validation.num_examples = 1 ... equal to 1000000",
-    "training.k_best_of_n=8": "training.k_best_of_n = 8: ... write [8, 8]",
-    "training.micro_batch_tokens=auto": "training.micro_batch_tokens = auto: ... auto is null here",
-    # values that cannot work together
-    "training.k_best_of_n=[8,4]": "training.k_best_of_n = [8, 4]: ... write [4, 4]",
-    f"{SIL} training.advantage=over_mean": "training.advantage = over_mean: ... write mean",
-    "training.policy_loss=dppo training.tis_clip=2.0": "training.tis_clip = 2.0: ... write null",
-    f"{SIL} training.k_best_of_n=[8,8]": "training.k_best_of_n = [8, 8]: ... write k < n",
-    "training.learning_type=distill": "model.teacher = null: ... give a folder or a hub id",
-    f"{DISTILL} training.kl_coef=0.1": "training.kl_coef = 0.1: ... write 0",
-    "training.embedding_learning_rate=0.001": "training.embedding_learning_rate = 0.001: ... muon",
-    "model.load_in_4bit=true": "model.load_in_4bit = true: ... write false, or set model.lora=",
-    "model.shard=true training.optimizer=muon": "training.optimizer = muon: ... write adamw",
-    "validation.best_of_n=4 validation.pass_k=[1,8]": "validation.pass_k = [1, 8]: ... (4)",
-    "validation.temperature=0 validation.best_of_n=2": "validation.best_of_n = 2: ... write 1",
-    "training.num_epochs=2.0": "training.num_epochs = 2.0: ... write null and num_steps",
-    "training.policy_loss=gspo": "training.clip_eps = 0.2: ... write 3e-4",
-    f"{FOUR_BITS} sampling.backend=vllm": "sampling.backend = vllm: ... write grouped",
-    # the length of a run
-    "task.train=a.csv training.num_epochs=2 training.num_steps=5": "training.num_epochs = 2: it "
-    "sets num_steps",
-    f"{PLURALS} training.num_epochs=0.1": "training.num_epochs = 0.1: ... step of 16; raise it",
-    # a folder that cannot be there; bug: its error was a traceback
-    f"run.dir={ROOT}/LICENSE": f"{ROOT}/LICENSE/countdown-tiny-grpo-s0 cannot be written",
-    # tasks and rewards that are not there
-    "task.min_target=100": "task: min_target = 100 must be at most max_target (99)",
-    "task.name=chess": f"task.name = chess: {TASKS}",
-    "task.prompt=Make_{goal}.": "task.prompt: ... write one of {nums}, {target} into it",
-    # where GSM8K's answer is read, and what the prompt asks for
-    "task.name=gsm8k task.answer_mark=boxed": "task.answer_mark = boxed: ... ask for \\boxed{}",
-    "task.name=gsm8k task.prompt=A\\boxed{}": "task.answer_mark = hashes: ... must ask for ####",
-    "task.name=gsm8k task.prompt=Q:{question}": "task.answer_mark = hashes: ... must ask for ####",
-    "task.name=gsm8k task.answer_mark=boxed task.grading=official task.prompt=A\\boxed": "task."
-    "answer_mark = boxed: ... task.prompt_style=plain and task.grading=exact",
-    # sources of questions; no test asks the hub
-    "task.eval=none.jsonl": f"none.jsonl: cannot be loaded ... give generated, {FILE_OR_HUB}",
-    "task.name=gsm8k task.eval=nobody/none": "nobody/none: cannot be loaded ... openai/gsm8k",
-}
+TABLES = table("run/mistakes.yaml")
 
 
-@pytest.mark.parametrize("given", ON_THE_COMMAND_LINE)
-def test_a_mistake_on_the_command_line_is_one_line_with_its_fix(given, start):
-    start(*given.split(), says=ON_THE_COMMAND_LINE[given])
+@pytest.mark.parametrize(("given", "said"), TABLES["on the command line"].items())
+def test_a_mistake_on_the_command_line_is_one_line_with_its_fix(given, said, start):
+    start(*given.replace("ROOT", str(ROOT)).split(), says=said.replace("ROOT", str(ROOT)))
 
 
 def test_every_mistake_has_its_line(lines_of):
@@ -183,59 +115,11 @@ def test_a_mistake_in_a_config_is_one_line_with_its_fix(tmp_path, start):
         start("--config=some.yaml", says=said)
 
 
-TRL = """
-model_name_or_path: Qwen/Qwen3-0.6B
-dataset_name: openai/gsm8k
-num_train_epochs: 1
-per_device_train_batch_size: 8
-gradient_accumulation_steps: 4
-num_generations: 8
-learning_rate: 1e-6
-warmup_ratio: 0.1
-optim: adamw_torch_fused
-scale_rewards: false
-loss_type: bnpo
-lora_alpha: 16
-chat_template_kwargs: {enable_thinking: false}
-"""
-FROM_TRL = {
-    "model.name": "Qwen/Qwen3-0.6B",
-    "model.lora": {"r": 8, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"},
-    "task.train": "openai/gsm8k",
-    "task.template_options": {"enable_thinking": False},
-    "training.k_best_of_n": [8, 8],
-    "training.learning_rate": 1e-6,
-    "training.num_epochs": 1,
-}
-VERL = """
-data: {train_batch_size: 64, train_files: [a.parquet, b.parquet]}
-algorithm: {adv_estimator: grpo}
-actor_rollout_ref:
-  actor: {optim: {lr: 2e-6, weight_decay: 0.01}, kl_loss_coef: 0.001, loss_agg_mode: token-mean}
-  rollout: {n: 5, temperature: 0.9, val_kwargs: {n: 1, temperature: 0}}
-trainer: {save_freq: -1, test_freq: 5, logger: [console]}
-seed: x
-"""
-FROM_VERL = {
-    "sampling.temperature": 0.9,
-    "training.k_best_of_n": [5, 5],
-    "training.learning_rate": 2e-6,
-    "training.num_samples_per_step_global": 64,
-    "training.advantage": "zscore",
-    "training.loss_normalization": "token",
-    "training.weight_decay": 0.01,
-    "validation.every": 5,
-    "validation.best_of_n": 1,
-    "validation.temperature": 0,
-}
-FILES = [(TRL, FROM_TRL, "loss_normalization num_samples_per_step warmup_steps")]
-FILES += [(VERL, FROM_VERL, "checkpoint.every logging.report_to task.train kl_coef seed")]
-
-
-@pytest.mark.parametrize(("theirs", "ours", "choices"), FILES)
+@pytest.mark.parametrize("trainer", TABLES["of other trainers"])
 def test_the_error_for_a_file_of_another_trainer_ends_in_yaml_that_means_the_same_here(
-    theirs, ours, choices, tmp_path, capsys
+    trainer, tmp_path, capsys
 ):
+    theirs, ours, choices = TABLES["of other trainers"][trainer].values()
     (tmp_path / "theirs.yaml").write_text(theirs)
     assert run_main(f"--config={tmp_path}/theirs.yaml") == 2
     lines = capsys.readouterr().err.splitlines()

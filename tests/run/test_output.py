@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 
-from harness import ENVIRONMENT, finish, forkserver, run_program, with_ranks
+from harness import ENVIRONMENT, ROOT, finish, forkserver, run_program, with_ranks
 from transformers.utils import logging as transformers_logging
 
 SIZE = "model.name=tiny training.num_steps=1 training.warmup_steps=0 training.k_best_of_n=[4,4] "
@@ -20,34 +20,8 @@ COMMANDS = {  # in this order: ranks, script, what it is given beside the folder
     "plain": (2, "plain.py", f"{SIZE} run.name=plain"),
     "sil, LoRA": (1, "main.py", f"{SIZE} {SIL}"),
 }
-OURS = r"""
-loading torch, transformers and tiny \.\.\.
-(mode|\w+\.\w+): .+ \(default .+\)
-(10,000 training questions|the tokenizer has no chat template: the prompt is plain text)
-a completion ends at <\|endoftext\|>
-prompts of validation questions: \d+ tokens on average, \d+ the longest
-logits of a micro-batch: [\d.]+ MB, made at once
-[\d,]+ weights( \(2\.22% trained\))?, on \d x cpu; results in \S+
-1 steps of \d+ rows: 2 questions on each rank, 4 samples of each(, of which the best 1)?
-evaluating: 4 questions x 2 samples
-evaluation (at step \d|of tiny on countdown)
-  [\w@]+ +[\d.]+(  \(\d of \d\))?(  \(95% interval [\d.]+ to [\d.]+\))?
-  \d of \d are right(, \d at the start)?
-  completion \d  reward [\d.]+  \(format [\d.]+  answer [\d.]+\)  \d+ tokens
-    .*
-step 1/1  reward .* solved .* length .* entropy .* grad norm .* lr .* seconds .* left .*
-(grad norm -: nothing to train on|warning: the model solves no|warning: no step has) .*
-pass@1 [\d.]+ at the start, [\d.]+ after step 1; best [\d.]+ at step \d, chosen on these .*
-load it:        AutoModelForCausalLM\.from_pretrained\("\S+"\)(, with peft)?
-(ask it:        |look at it all:|look at it live:) python -m tools\.(chat|report) \S+( --serve)?
-train on:       the same command with a larger training\.num_steps; .*
-on the disk:    [\d.]+ MB in \S+
-(saved checkpoint|the best model:|written:|written to) \S+
-(> numbers: 3 7 25, target: 46|Let me solve this step by step\.|<think>|[-+*/=()\d ]*)
-reward [\d.]+  \(format [\d.]+  answer [\d.]+\)(; cut off at training\.max_new_gen_tokens)?
-(2 processes, 0 GPUs: each|results in \S+; the sections checkpoint and logging) .*
-step \d(  (train|eval)/\S+ \S+)+
-""".strip().splitlines()
+# A pattern for each line
+OURS = (ROOT / "tests/run/output.txt").read_text().splitlines()
 
 
 def test_each_line_that_a_newcomers_commands_print_is_ours(tmp_path):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import yaml
-from harness import ROOT, ROWS, grade_by_text, load_run, read_rows, seed
+from harness import ROOT, ROWS, grade_by_text, load_run, read_rows, seed, table
 
 import main
 from engine.core.config import Config, dotted_values
@@ -23,55 +23,7 @@ def load(name: str, *overrides: str) -> Config:
 
 # "#   training.learning_rate  1e-6 (source: unknown): why"
 NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
-# What each source has, as read there: a recipe that drifts from it, and does not say so, fails.
-SOURCES = yaml.safe_load("""
-countdown-qwen2.5-3b: &easy
-  model.name: Qwen/Qwen2.5-3B
-  task.reward_weights: {format: 0.1, answer: 1.0}
-  sampling: {temperature: 1.0, top_p: 1.0, top_k: 0}
-  training: {learning_type: grpo, num_steps: 200, num_samples_per_step: 32, k_best_of_n: [16, 16],
-    max_new_gen_tokens: 1024, advantage: mean, loss_normalization: dr_grpo, kl_coef: 0.0,
-    num_iterations: 1}
-  validation: {every: 10, num_examples: 128, best_of_n: 16, best_by: best_of_n}
-countdown-qwen2.5-3b-sil:
-  <<: *easy
-  training: {learning_type: sil, num_steps: 300, num_samples_per_step: 64, k_best_of_n: [2, 32],
-    max_new_gen_tokens: 1024, loss_normalization: dr_grpo, kl_coef: 0.0, num_iterations: 1}
-gsm8k-lora:
-  model: {name: meta-llama/Meta-Llama-3.1-8B-Instruct, load_in_4bit: true, trust_remote_code: true,
-    attn_implementation: sdpa, compute_dtype: bfloat16}
-  model.lora: {r: 8, alpha: 32, dropout: 0.05,
-    target_modules: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj]}
-  sampling: {temperature: 0.7, top_p: 0.9, top_k: 50}
-  training: {num_epochs: 3, num_samples_per_step_global: 16, k_best_of_n: [2, 2],
-    max_new_gen_tokens: 128, learning_rate: 2.0e-4, adam_betas: [0.9, 0.999], weight_decay: 0.01,
-    lr_schedule: cosine, warmup_steps: 125, max_grad_norm: 1.0, kl_coef: 0.02, num_iterations: 4,
-    clip_eps: 0.2, advantage: zscore, loss_normalization: local}
-  validation: {every: 62.5, num_examples: 1319}
-  checkpoint.every: an epoch
-gsm8k-chat-rl:
-  task.grading: official
-  sampling: {temperature: 1.0, top_k: 50}
-  training: {num_epochs: 1, num_samples_per_step_global: 16, k_best_of_n: [16, 16],
-    max_new_gen_tokens: 256, optimizer: muon, muon_learning_rate: 0.001, learning_rate: 1.225e-4,
-    embedding_learning_rate: 6.124e-3, adam_betas: [0.8, 0.95], adam_eps: 1.0e-10,
-    weight_decay: 0.0, max_grad_norm: none, lr_schedule: linear, warmup_steps: 0, advantage: mean,
-    loss_normalization: passes, kl_coef: 0.0}
-  validation: {every: 60, num_examples: 400, best_of_n: 8, pass_k: [1, 2, 3, 4, 5, 6, 7, 8]}
-  checkpoint: {every: 60, keep: null}
-math-rlvr:
-  model.name: Qwen/Qwen3-0.6B-Base
-  task.shuffle: false
-  sampling: {temperature: 0.8, top_p: 0.9}
-  training: {num_steps: 50, num_samples_per_step_global: 1, k_best_of_n: [8, 8],
-    max_new_gen_tokens: 512, learning_rate: 1.0e-5, weight_decay: 0.01, max_grad_norm: 1.0,
-    lr_schedule: constant, warmup_steps: 0, advantage: zscore, loss_normalization: sum}
-  validation: {num_examples: 500, best_of_n: 1, temperature: 0.0, max_new_gen_tokens: 2048}
-  checkpoint: {every: 50, keep: null}
-gsm8k-qwen2.5-0.5b:
-  training: {num_steps: 100, num_samples_per_step_global: 20, k_best_of_n: [8, 8],
-    learning_rate: 1.0e-6, lr_schedule: constant, clip_eps_high: 0.28, num_iterations: 1}
-""")
+SOURCES = table("run/recipes.yaml")
 
 
 @pytest.mark.parametrize("name", SOURCES | CONFIGS)

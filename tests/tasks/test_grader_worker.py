@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import make_config
+from harness import make_config, table
 
 from tasks import grader, grader_worker, math500, reasoning_gym
 from tasks.grader import MAX_LEAF_CHARS, grade
@@ -215,19 +215,11 @@ def test_threads_and_a_forks_child_ask_one_after_the_other(make_fake, monkeypatc
     assert os.waitpid(child, 0)[1] == 0 and paid(10)
 
 
-SCORES = {"right": (1, 1), "<answer>near</answer>": (0, 0.998)}
-SCORES |= {"<answer>wrong</answer><answer>right</answer>": (1, 1)}
-SCORES |= {"<answer>right</answer><answer>wrong</answer>": (0, 0)}
-SCORES |= {"<answer>right</answer> </think> wrong": (0, 0), "<answer></answer>": (0, 0)}
-SCORES |= dict.fromkeys(["<think><answer>x</answer></think>\nright", "<answer> right\n"], (1, 1))
-SCORES |= {"right <answer>x</answer>": (0, 0), "<answer>right</answer> done": (1, 1)}
-
-
 def test_a_puzzle_is_solved_by_a_full_score_of_the_last_answer_alone(make_fake, monkeypatch):
     """A score that is nearly full is kept beside it, as a part that is not paid."""
     monkeypatch.setattr(reasoning_gym, "WORKER", make_fake(SCORER))
     how = {"options": reasoning_gym.Options(scorer_timeout_s=30), "num_tokens": 1}
-    for completion, (answer, partial) in SCORES.items():
+    for completion, (answer, partial) in table("tasks/cases.yaml")["scores"].items():
         paid = reasoning_gym.reward_function(completion, reasoning_gym.parse_question("?"), **how)
         assert paid == {"answer": answer, "partial": partial, "timeout": 0.0}, completion
 

@@ -6,7 +6,7 @@ from itertools import product
 from random import Random
 
 import pytest
-from harness import seed
+from harness import seed, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verdicts import ANSWER_BLOCK, GSM8K_WAYS, extract_answer, reward
@@ -96,29 +96,12 @@ def test_two_joined_numbers_are_never_read_as_one_of_them(a: int, joiner: str, b
 
 
 BLOCK = "<thinking>\na\n</thinking>\n<answer>\n{}\n</answer>"
-TAGS = [  # completions, and what lenient and strict pay for format, ending, integer, answer
-    (BLOCK.format("18"), (1, 0, 1, 1), (1, 0, 1, 1)),
-    (BLOCK.format("$18"), (1, 0, -1, 1), (1, 0, -1, 1)),
-    (BLOCK.format("18.0"), (1, 0, -1, 1), (1, 0, -1, 1)),
-    (BLOCK.format("1,800"), (1, 0, 1, 0), (1, 0, -1, 0)),
-    (BLOCK.format(""), (1, 0, -1, 0), (1, 0, -1, 0)),
-    (BLOCK.format("18") + "\n", (1, 0, 1, 1), (-1, 0, 1, 1)),
-    (BLOCK.format("18") + " Done.", (1, -0.5, 1, 1), (-1, -0.5, 1, 1)),
-    ("<thinking>a</thinking>\n<answer>18</answer>", (1, 0, 1, 1), (-1, 0, 1, 1)),
-    ("<thinking>\n</thinking>\n<answer>\n</answer>", (1, 0, -1, 0), (-1, 0, -1, 0)),
-    ("Sure! " + BLOCK.format("18"), (-1, 0, 1, 1), (-1, 0, 1, 1)),
-    ("<thinking>a<answer>18</answer></thinking>", (-1, -0.5, 1, 1), (-1, -0.5, 1, 1)),
-    ("<thinking></answer></thinking><answer>18", (-1, -0.5, -1, 0), (-1, -0.5, -1, 0)),
-    (BLOCK.format("18") + BLOCK.format("19"), (-1, -0.5, 1, 1), (1, -0.5, 1, 1)),
-    ("<thinking>\na\n</thinking>\n<answer>\n18", (-1, 0, -1, 0), (-1, -0.5, -1, 0)),
-    ("", (-1, 0, -1, 0), (-1, -0.5, -1, 0)),
-]
 
 
 @pytest.mark.parametrize(("column", "grading"), [(1, "lenient"), (2, "strict")])
 def test_tags_pay_for_format_ending_integer_and_answer(column: int, grading: str):
     """Strict ones want each newline: the four rewards of the run that gsm8k-lora.yaml repeats."""
-    for row in TAGS:
+    for row in table("tasks/cases.yaml")["tags"]:
         how = {"prompt_style": "tags", "tag_grading": grading}
         parts = reward("gsm8k", row[0], {"answer": "#### 18"}, **how)
         form, ending, integer, answer = row[column]

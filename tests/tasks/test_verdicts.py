@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from harness import cpu_seconds, load_rows, real_file
+from harness import cpu_seconds, load_rows, real_file, table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -145,24 +145,9 @@ def test_each_answer_is_paid_or_not_as_the_tables_say(name: str):
 
 TAGS = ["<think>", "</think>", "</think>\n<answer>", "<answer>", "</answer>", "</answer>\n", "</"]
 ANY = [*"x \n\0\r$1(.-<", "\ud800", "\udfff", "\u0663", "\u00b2", "\u2212", "\U0001f600", *TAGS]
-UNITS = {
-    "countdown": [*">+*)07", "25", "</think>\n<answer", "<answer>1</answer>", "9**"],
-    "arithmetic": [*"8/,=!?", "85", "85 ", "85,", "8.", "= ", "85\n", "minus ", "85!", "85! "],
-    "gsm8k": [
-        *("a", "a ", "18", "1 ", ",000", "1/2 ", "(1", "(a)", "[(a) ", "((a)", "one ", "< ", "e3"),
-        *("minus ", "m^", "# ", "####", "#### ", "#### $", "#### 1/2 ", "#### 7, 8 ", "#### 1a"),
-        *("#### 5 (a) 6", "#### 18 or 19 ", "#### 5 (" + "a" * 600 + "6 ", "\N{EN DASH} ", "**"),
-        *("<thinking>", "</thinking>", "</ANSWER>", "<answer>1/2</answer>", "\\boxed{"),
-    ],
-    "math500": [
-        *"23456789+*/^_=)[],!%&|>i{}\\√",
-        *("\\boxed{", "\\boxed", "\\boxed{}", "\\boxed{1}", "()", "3^", "(1,", "1\\text{a", "cm"),
-        *("\\frac1", "_{1", "x=", "x<", "\\{", "\\}", "\\\\", "\\\\[4", "\\[4pt]", "1\\leq "),
-        *("\\mathbf{", "\\mathbf", "\\mathrm{1", "√(", "\\sqrt", "\\sqrt[3]{-", "\\text{", ",\\!"),
-        *("\\frac", "^{", "1,", "\\pm", "\\cup ", "\\left(", "\\right)", "\\langle", "\\$", "\\Pi"),
-        *("\\begin{pmatrix}", "\\end{pmatrix}", "\\log", "\\in", "\\circ", "percent", "{,}"),
-    ],
-}
+CASES = table("tasks/cases.yaml")
+UNITS = CASES["units"]
+UNITS["gsm8k"].append("#### 5 (" + "a" * 600 + "6 ")
 GOLDS = ["5", "(1,2)", r"\frac{1}{2}", r"\text{even}", "x^2", r"\begin{pmatrix} 1 \end{pmatrix}"]
 EXAMPLES = {
     "countdown": [{"nums": nums, "target": nums[0]} for nums in ([3], [1, 2, 3], [3, 7, 25])],
@@ -176,6 +161,7 @@ WAYS["gsm8k"] += [{"grading": "official"}, STYLE, STYLE | {"tag_grading": "stric
 WAYS["gsm8k"] += [{"answer_mark": "boxed"}]
 ALLOWED = {"answer": {0.0, 1.0}, "timeout": {0.0}, "length": {0.0, -0.5}, "ending": {0.0, -0.5}}
 ALLOWED |= {"integer": {-1.0, 0.0, 1.0}, "format": {-1.0, 0.0, 0.1, 0.5, 0.6, 1.0}}
+FRAMES = CASES["frames"]
 READ = {"countdown": r"\S(?s:[^ ]*)", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?[0-9.]*"}
 
 
@@ -195,15 +181,6 @@ def test_any_text_gets_a_reward_of_the_allowed_set(name: str, data: st.DataObjec
                 assert all(value in ALLOWED[part] for part, value in parts.items()), parts
                 answer = extract_answer(name, completion, example, **options)
                 assert answer is None or re.fullmatch(READ.get(name, "(?s).*"), answer)
-
-
-FRAMES = {
-    "countdown": ["{}", "<answer>{}</answer>", "{}<answer>1</answer>", "<answer>1</answer>{}"],
-    "arithmetic": ["{}"],
-    "gsm8k": ["{}", "#### {}", "#### 1{}", "#### 1{}/2", "<answer>{}</answer>", "<answer>1{}2"],
-    "math500": ["{}", "\\boxed{{{}}}", "\\boxed{{1}}{}", "{}\\boxed{{1}}"],
-}
-FRAMES["gsm8k"][-1] += "</answer>"
 
 
 def grade(name: str, text: str, options: dict) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from harness import alone, make_policy, run_on_ranks, sample, seed
+from harness import alone, make_policy, run_on_ranks, sample, seed, table
 from one_pass import plain_logits
 from reference import EASY, GRPO, HARD, LONG, config_of, make_groups, trained, update, weights_of
 from torch import nn
@@ -29,40 +29,7 @@ from engine.update.head import ChunkedScorer
 from engine.update.optimizer import Outcome, Update, make_optimizer
 from main import pack
 
-SIL = "learning_type=sil k_best_of_n=[2,4]"
-DISTILL = "learning_type=distill num_iterations=2 sampling.temperature=1.3"
-
-# What is set: keys of the section `training`, unless another is named. Each changes the gradient.
-OPTIONS = {
-    "grpo": "",
-    "zscore": "advantage=zscore",
-    "over_mean": "advantage=over_mean",
-    "token": "loss_normalization=token",
-    "sequence": "loss_normalization=sequence",
-    "sum": "loss_normalization=sum",
-    "sil": SIL,
-    "sil, token": f"{SIL} loss_normalization=token",
-    "temperature": "sampling.temperature=0.7",
-    "a limited norm": "max_grad_norm=1e-3",
-    "skip": "skip_truncated=true",
-    "skip, token": "skip_truncated=true loss_normalization=token",
-    "kl": "kl_coef=0.5",
-    "kl, token": "kl_coef=0.5 loss_normalization=token",
-    "kl, sequence, sil": f"kl_coef=0.5 loss_normalization=sequence {SIL}",
-    "kl, skip": "kl_coef=0.5 skip_truncated=true",
-    "kl, lora": "kl_coef=0.5 model.lora.r=4",
-    "ppo": "num_iterations=3",
-    "ppo, clip-higher": "num_iterations=2 clip_eps=0.1 clip_eps_high=0.3",
-    "ppo, kl": "num_iterations=3 kl_coef=0.5",
-    "cispo": "num_iterations=3 policy_loss=cispo",
-    # Bug of this test: all completions were clipped in a pass, so both gradients were 0.
-    "gspo, kl": "num_iterations=3 policy_loss=gspo clip_eps=0.02 max_grad_norm=0.01 kl_coef=0.1",
-    "dppo": "num_iterations=2 policy_loss=dppo dppo_delta=0.001",
-    "tis": "num_iterations=2 tis_clip=1.5",
-    "distill": DISTILL,
-    "distill, mix": f"{DISTILL} distill_mix=0.5",
-    "distill, lora": f"{DISTILL} model.lora.r=4",
-}
+OPTIONS = table("update/options.yaml")
 # How it is computed: ranks, model (absolute has a tied head), micro-batches, the head, keys
 AT_ONCE, IN_BLOCKS = 2**40, 0  # engine.model.policy.MAX_LOGITS_BYTES
 CHECKPOINTING, SHARD = "model.gradient_checkpointing=true", "model.shard=true"
@@ -101,7 +68,7 @@ def folders(rotary_model_folder, absolute_model_folder, teacher_folder) -> dict[
 def overrides_of(options: str, folders: dict[str, Path]) -> list[str]:
     """What a row of the table stands for."""
     keys = [key if "." in key.split("=")[0] else f"training.{key}" for key in options.split()]
-    teacher = [f"model.teacher={folders['teacher']}"] if DISTILL in options else []
+    teacher = [f"model.teacher={folders['teacher']}"] if "distill" in options else []
     return [*GRPO, *keys, *teacher]
 
 
