@@ -7,10 +7,10 @@ completions of each, pays them by a rule, compares each with its group, and foll
 
     loss = -(sum of advantage * log-probability of all sampled tokens) / (rows * length limit)
 
-with all ranks' rows. One update per batch: no ratio, no clip, no KL term. Settings: config.yaml's,
+with all ranks' rows. One update per batch: no ratio to clip, no KL term. Settings: config.yaml's,
 FILE.yaml's, the command line's. countdown.py and tiny/ go with it. It does not resume, keep the
-best or pin the hub's, trains generated Countdown alone, and is slower: main.py is the program. Both
-are equal bit for bit in equal passes in fp32 on a CPU with logits at once; else up to rounding.
+best or pin a revision, trains generated Countdown alone, is slower: main.py is the program. Both
+agree bit for bit in equal micro-batches in fp32 on a CPU, logits made at once; else up to rounding.
 
 Shapes: N questions, G completions of each, B rows, T completion tokens, S longest prompt with its
 completion, K scored columns, V vocabulary. Masks are bool, True = keep.
@@ -44,7 +44,7 @@ training.k_best_of_n training.learning_rate training.num_steps training.num_samp
 training.max_new_gen_tokens training.micro_batch_tokens training.seed training.warmup_steps
 training.weight_decay training.max_grad_norm training.adam_betas training.adam_eps validation.every
 validation.num_examples validation.best_of_n validation.temperature validation.max_new_gen_tokens"""
-# The values that other keys may have; a key that is not here must be null, false, 0 or empty.
+# What other keys may be, though some change nothing here; all others must be null, 0 or empty.
 TAKEN = """{mode: [train], model.attn_implementation: [sdpa], task.name: [countdown],
 task.shuffle: [true], task.train: [generated], task.eval: [generated], task.concurrency: [64],
 sampling.backend: [grouped, generate], sampling.top_p: [1.0], sampling.max_turns: [8],
@@ -187,7 +187,7 @@ def find_end_ids(model: nn.Module, tokenizer: Tokenizer) -> list:
         chat = [{"role": "user", "content": "Q."}, {"role": "assistant", "content": "A turn."}]
         after = tokenizer.apply_chat_template(chat, tokenize=False).partition("A turn.")[2]
         first = tokenizer.encode(after.lstrip(), add_special_tokens=False)[:1]
-        ids += [] if tokenizer.decode(first, skip_special_tokens=True) else first
+        ids += [] if tokenizer.decode(first, skip_special_tokens=True) else first  # if special
     return sorted({*ids} - {None})
 
 
@@ -211,7 +211,7 @@ def train_step(run: Run, questions: list, step: int) -> dict:
     for trajectory, advantage in zip(trajectories, advantages.flatten().tolist(), strict=True):
         trajectory.advantage = advantage
     rate = learning_rate_at(step, config)
-    update = update_policy(run, trajectories, num_mine * num_best, rate)  # of grpo best = all
+    update = update_policy(run, trajectories, num_mine * num_best, rate)  # grpo: k = n
     return {"step": step, "train/lr": rate} | means_of(trajectories, "train") | update
 
 
@@ -312,7 +312,7 @@ def assign_advantages(rewards: Tensor, learning_type: str, num_best: int) -> Ten
 
 
 def update_policy(run: Run, trajectories: list, num_rows: float, rate: float) -> dict:
-    """One optimizer step; `num_rows` are this rank's, those of advantage 0 too."""
+    """One optimizer step; `num_rows` are this rank's: of grpo all, of sil the best."""
     trained = [t for t in trajectories if t.advantage != 0.0]
     num_rows, num_trained = all_sum(num_rows, len(trained))
     if num_trained == 0:  # on all ranks: at a gradient of 0 AdamW would still move the weights
@@ -344,8 +344,8 @@ def accumulate_gradients(policy: nn.Module, micro_batches: list, loss_of: partia
     """Add up the gradient of the loss of all micro-batches of all ranks; returns that loss."""
     losses = []
     for micro_batch in micro_batches:
-        # DDP averages what each rank has added up, in the last micro-batch alone, since ranks may
-        # have unequally many. Over the ranks ours must add up too: hence the factor.
+        # DDP averages over the ranks what each has added up, in its last micro-batch alone: ranks
+        # may have unequally many. Over the ranks ours must add up too: hence the factor.
         with nullcontext() if micro_batch is micro_batches[-1] else policy.no_sync():
             loss = loss_of(micro_batch)
             (dist.get_world_size() * loss).backward()

@@ -25,7 +25,9 @@ Scored = tuple[list[int], Tensor]  # ids of prompt and completion, log-probabili
 def compare(folder: Path, arguments: list[str]) -> dict[str, float]:
     """What is equal of the first step's completions, and how far apart the two are in that."""
     arguments = [*arguments, f"run.dir={folder}"]
-    with mock.patch.dict(os.environ):  # plain.py names its rank there, which main.py would read
+    has_bf16 = "model.compute_dtype=float32" not in arguments  # else plain.py would refuse float32
+    on_card = mock.patch.object(torch.cuda, "is_bf16_supported", lambda **_: has_bf16)
+    with on_card, mock.patch.dict(os.environ):  # main.py would read the rank that plain.py names
         ours = first_step(main, score_by_main, run_main, [*arguments, "run.name=main"])
         theirs = first_step(plain, score_by_plain, plain.main, [*arguments, "run.name=plain"])
     pairs = zip(ours, theirs, strict=True)
