@@ -3,7 +3,6 @@
     python -m tools.attack my_task           # a task: its reward_function, on its EXAMPLE_ROW
     python -m tools.attack my_module:grade   # any function of a completion and the right answer
     python -m tools.attack my_rewards:f --data rows.jsonl    # a function of task.reward, on a row
-    python -m tools.attack my_rewards:f --row '{"prompt": "2 + 2?", "answer": "4"}'
     python -m tools.attack gsm8k task.prompt_style=tags      # with other keys of the task
 
 No string is an answer. Each is graded in a process that can be killed and can write no file. Paid
@@ -15,14 +14,13 @@ import argparse
 import functools
 import importlib
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 
-from engine.questions.data import load_table, number_columns, set_number_columns
+from engine.core.types import no_log
+from engine.questions.data import load_table, parse_table, set_number_columns
 from engine.questions.rewards import reward_parts
-from engine.questions.tables import CsvRow, with_numbers
 from engine.questions.tasks import load_task
 from engine.run.config_file import combine
 from engine.run.mistakes import mistakes_cost_one_line
@@ -40,42 +38,43 @@ HUGE = ["99**98**97", "9^9^9^9", "9^{9^{9^9}}", "1e999999999", "2**99999999999",
 SLOW = "took more than linear time"
 
 
-def load(name: str, row: dict | None, overrides: list[str]) -> tuple[Callable[[str], float], str]:
+def load(name: str, data: str | None, overrides: list[str]) -> tuple[Callable[[str], float], str]:
     """What the grader pays for a completion, and the last word of the right answer."""
     module, _, function = name.partition(":")
-    if function and row is None:
+    if function and data is None:
         grade = getattr(importlib.import_module(module), function)
         return lambda completion: grade(completion, "46"), "46"
-    key, is_task = "task.reward" if function else "task.name", row is None
+    key = "task.reward" if function else "task.name"
     config = combine({}, [f"{key}={name}", *overrides])
     task = load_task(config.task)  # of a function of task.reward, which is called as a run does
-    set_number_columns(task)
-    if is_task:
-        if task.reward_function is None:
-            fix = "name the function that reads: module:name"
-            raise SystemExit(f"{name}: its Environment pays; {fix}")
-        if not task.EXAMPLE_ROW:
-            raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
-        row = task.EXAMPLE_ROW
-    row = task.parse_row(row, options=task.options)  # ValueError for a row without a prompt
+    set_number_columns(task, no_log, data or "")
+    if data is not None:
+        (row,) = parse_table(load_table(data)[:1], task, data)
+    elif task.reward_function is None:
+        fix = "name the function that reads: module:name"
+        raise SystemExit(f"{name}: its Environment pays; {fix}")
+    elif not task.EXAMPLE_ROW:
+        raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
+    else:
+        row = task.parse_row(task.EXAMPLE_ROW, options=task.options)
     limit = config.training.max_new_gen_tokens
     pay = functools.partial(reward_parts, task, examples=[row], limit=limit)
 
     def grade(text: str) -> float:
         ((parts,),) = pay(texts=[[text]], groups=[[None]])
-        return parts["answer"] if is_task else max(value or 0.0 for value in parts.values())
+        return parts["answer"] if data is None else max(value or 0.0 for value in parts.values())
 
     gold = str(row.get("answer", "")) or str([*row.values()][-1])
     return grade, gold.split()[-1]
 
 
 def attack(
-    name: str, row: dict | None = None, overrides: Sequence[str] = ()
+    name: str, data: str | None = None, overrides: Sequence[str] = ()
 ) -> dict[str, list[str]]:
     """The strings at which something was found, by what it was; prints the first exception."""
-    _, gold = load(name, row, [*overrides])
+    _, gold = load(name, data, [*overrides])
     found = {kind: [] for kind in ("ran code", "raised", "paid", "hung", SLOW)}
-    given = [] if row is None else ["--row", json.dumps(row)]
+    given = ["--data", data] if data else []
     worker = Worker(
         [sys.executable, "-B", "-m", "tools.attack", name, *overrides, *given, "--serve"]
     )
@@ -121,18 +120,11 @@ def watch(event: str, arguments: tuple) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.attack", description=__doc__.splitlines()[0])
     parser.add_argument("name", help="a task, or module:function")
-    parser.add_argument("--row", type=json.loads, help="of task.reward's rows, as JSON")
-    parser.add_argument("--data", help="a file of such rows, of which the first is taken")
+    parser.add_argument("--data", help="a file of task.reward's rows, of which the first is taken")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args()
-    if options.data:
-        with mistakes_cost_one_line():
-            table = load_table(options.data)
-        options.row = json.loads(table[0]) if isinstance(table[0], str) else table[0]
-        if isinstance(options.row, CsvRow):
-            options.row = with_numbers(options.row, number_columns(table))
-    asked = options.name, options.row, options.overrides
+    asked = options.name, options.data, options.overrides
     if options.serve:  # the grader's process
         sys.addaudithook(watch)
         return answer_requests(lambda: functools.partial(attempt, load(*asked)[0]))

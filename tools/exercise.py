@@ -81,38 +81,21 @@ def is_found(guess: str, file: str, line: int) -> bool:
     return name == file and abs(int(place[2]) - line) <= 2
 
 
-def draw_symptom(number: int) -> Path:
-    """All that a whole run with the bug measures, beside three sound ones, without the code."""
-    from tools.plot import make_figure, read_tables
-
-    # The lab "symptoms" keeps its runs in results/symptoms.csv, and makes those that are missing.
-    lab = [sys.executable, "benchmarks/ablations.py", "--lab", "symptoms", "--seeds"]
-    for more in ("0 --rows bug-" + str(number), "0 1 2 --rows default"):
-        subprocess.run(lab + more.split(), cwd=ROOT, check=True)
-    tables = {table.name: table for table in read_tables(ROOT / "results/symptoms.csv")}
-    copy = tables[f"bug-{number}-s0"]
-    sound = [tables[f"default-s{seed}"] for seed in (0, 1, 2)]
-    panels = [(name, name, "") for name in copy.rows if re.match("train/|eval/pass@1$", name)]
-    figure = make_figure({"a bug": [copy], "three sound runs": sound}, window=1, panels=panels)
-    file = Path(f"symptom-{number}.png")
-    figure.savefig(file)
-    return file
-
-
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.exercise", description=__doc__.split("\n")[0])
     parser.add_argument("number", type=int, nargs="?", help="of the exercise, 1 to 10")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("folder", type=Path, nargs="?", help="of the copy, a new one")
     what.add_argument("--check", metavar="FILE:LINE", help="two lines more or less are right")
-    what.add_argument("--symptom", type=int, metavar="N", help="1 to 10, without 6")
+    what.add_argument("--symptom", metavar="N", help="1 to 10, without 6")
     what.add_argument("--write", type=Path, metavar="FOLDER", help="a new one")
     what.add_argument("--test", nargs="+", metavar=("FOLDER", "N"), help="N: 1 to 6")
     parser.add_argument("--draw", type=int, default=0, help="another number: other rewrites")
     options = parser.parse_args()
     with mistakes_cost_one_line():
         if options.symptom:
-            return print(f"written: {draw_symptom(options.symptom)}; which number proves a bug?")
+            draw = [sys.executable, "benchmarks/draw_symptom.py", options.symptom]
+            sys.exit(subprocess.run(draw, cwd=ROOT).returncode)
         if options.write:
             texts, _, _ = changed(read_changes(ANSWERS / "cut.txt"))
             folder = copy_to(options.write, PLAIN, texts)

@@ -513,7 +513,7 @@ def test_a_reward_for_length_gets_the_limit_of_an_evaluation_there(folder, rotar
     lengths = [len(t.completion.token_ids) for group in groups for t in group]
     assert [t.reward for group in groups for t in group] == [n / 4 for n in lengths]
     assert max(lengths) == 4
-    assert attack.load("lengths:soft_overlong", {"prompt": "2?"}, [])[0]("x") == 0.0
+    assert attack.load("lengths:soft_overlong", "rows.jsonl", [])[0]("x") == 0.0
 
 
 WRITTEN = """

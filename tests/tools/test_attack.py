@@ -50,7 +50,8 @@ def test_a_row_without_a_prompt_is_one_line(tmp_path, call, monkeypatch):
     """Bug: each of the strings was said to make the reward raise."""
     (tmp_path / "mine.py").write_text("def f(completions, **columns): return [0.0]")
     monkeypatch.chdir(tmp_path)
-    status, output, line = call(tool, "mine:f", "--row", '{"q": "2 + 2?"}')
+    (tmp_path / "a.jsonl").write_text('{"q": "2 + 2?"}\n')
+    status, output, line = call(tool, "mine:f", "--data=a.jsonl")
     assert status == 2 and not output
     assert line.count("\n") == 1 and "word task.prompt with {q}" in line
     status, _, line = call(tool, "mine:f", "--data=a.csv")  # bug: a traceback
