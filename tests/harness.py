@@ -644,8 +644,11 @@ def start(arguments: list[str], *torchrun: str, log: Path) -> BaseProcess:
 
 def with_ranks(number: int, *more: str) -> list[str]:
     """torchrun's options, with another port each time; --standalone would take 3 s longer."""
-    port = 10_000 + (os.getpid() + 997 * next(STARTS)) % 20_000  # the system gives none of these
-    return [f"--nproc-per-node={number}", f"--master-port={port}", *more]
+    return [f"--nproc-per-node={number}", f"--master-port={free_port()}", *more]
+
+
+def free_port() -> int:
+    return 10_000 + (os.getpid() + 997 * next(STARTS)) % 20_000  # the system gives none of these
 
 
 def run_program(

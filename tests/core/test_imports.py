@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import harness
-from harness import ENVIRONMENT, ROOT, assert_same
+from harness import ENVIRONMENT, ROOT, assert_same, table
 
 ROOMS = ("run", "report", "model", "sampling", "update", "questions", "core")
 
@@ -57,26 +57,7 @@ OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
 OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k"}
 
-# In this order, in one process: what each run loads of these that no run before it has loaded
-RUNS = {
-    "the default": ("", set()),
-    "what is one key": (
-        "training.advantage=over_mean training.micro_batch_tokens=500000 "
-        "sampling.calculator=gsm8k sampling.stop=['no']",
-        {"engine.update.advantages", "engine.update.head"}
-        | {"engine.sampling.calculator", "engine.sampling.stop_texts"},
-    ),
-    "an environment, and an advantage of one's own": (
-        "task.name=guess task.reward_weights={'answer':1} training.advantage=benchmarks.rloo:rloo",
-        {"engine.questions.environment", "tasks.guess", "engine.update.user_algorithm"},
-    ),
-    "a reward's function": (  # and sil, which trains whatever is paid
-        f"task.reward=lengths:soft_overlong task.train={ROOT}/tasks/plurals.csv "
-        "task.prompt={singular} training.learning_type=sil training.k_best_of_n=[1,2]",
-        {"engine.questions.reward_functions"},
-    ),
-    "shards": ("model.shard=true", {"engine.update.shards"}),
-}
+RUNS = table("core/runs.yaml")
 PROGRAM = """
 import json, sys
 import main
@@ -100,7 +81,7 @@ def test_a_feature_that_is_off_is_not_loaded_and_nothing_follows_from_the_hash_s
     given = {}
     for name, (overrides, _) in RUNS.items():
         model = chat_folder if "environment" in name else rotary_model_folder
-        settings = ["training.num_steps=1", *overrides.split()]
+        settings = ["training.num_steps=1", *overrides.replace("ROOT", str(ROOT)).split()]
         given[name] = harness.arguments(tmp_path / name, model, *settings)
     command = [sys.executable, "-c", PROGRAM, json.dumps(given), json.dumps(sorted(OPTIONAL))]
     how = {"capture_output": True, "text": True, "timeout": 200}

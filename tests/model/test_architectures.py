@@ -4,7 +4,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import harness
 import pytest
 import torch
 from graphs import Graph
@@ -18,6 +17,7 @@ from harness import (
     sample,
     save_random,
     seed,
+    table,
     tokens_of,
 )
 from one_pass import ATOL, assert_plain, plain_logits
@@ -33,48 +33,8 @@ from main import CompletionScorer
 
 PROMPTS = [[5, 9, 30], [40, 41, 42, 43, 44, 45, 46, 47, 48], [7], [60, 5, 61, 5, 62]]
 NUM_TOKENS = 10
-SIZES = harness.SIZES | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
-SIZES |= {"initializer_range": 0.2}  # far from uniform, so that a mistake shows
-WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
-LINEAR |= {"linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}
-LINEAR |= {"shared_expert_intermediate_size": 32}
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
-GRANITE = MAMBA | {"layer_types": ["linear_attention", "full_attention"], "num_local_experts": 0}
-GRANITE |= {"logits_scaling": 4.0, "shared_intermediate_size": 64}
-NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1}
-NEMOTRON |= {"time_step_min": 1e-9}  # a bound that transformers forgets in single steps
-NEMOTRON |= {key: size for key, size in SIZES.items() if key != "num_hidden_layers"}
-NEMOTRON |= {"layers_block_type": ["linear_attention", "mlp", "full_attention"], "chunk_size": 8}
-GEMMA4 = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 345}
-GEMMA4 |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16}
-GEMMA4 |= {"layer_types": 2 * WINDOW["layer_types"], "final_logit_softcapping": 30.0}
-GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.2}
-FAMILIES = {  # the table's name, transformers' model_type and what its config is given
-    "Llama": ("llama", SIZES),
-    "Qwen2.5": ("qwen2", SIZES),
-    "Qwen3": ("qwen3", SIZES),
-    "SmolLM3": ("smollm3", SIZES),
-    "Gemma 2 (eager)": ("gemma2", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
-    "Gemma 3": ("gemma3_text", SIZES | WINDOW | {"query_pre_attn_scalar": 8}),
-    "Gemma 4": ("gemma4_text", SIZES | WINDOW | GEMMA4),
-    "Phi-3": ("phi3", SIZES),
-    "Mistral": ("mistral", SIZES | {"sliding_window": None}),
-    "Mistral with a sliding window": ("mistral", SIZES | {"sliding_window": 4}),
-    "OLMo 2": ("olmo2", SIZES),
-    "OLMo 3": ("olmo3", SIZES | WINDOW),
-    "Granite": ("granite", SIZES | {"logits_scaling": 4.0}),
-    "NanoChat": ("nanochat", SIZES),
-    "GPT-2": ("gpt2", GPT2),
-    "Qwen3-MoE": ("qwen3_moe", SIZES | EXPERTS),
-    "Qwen3-Next": ("qwen3_next", SIZES | EXPERTS | LINEAR),
-    "Qwen3.5": ("qwen3_5_text", SIZES | LINEAR),
-    "LFM2": ("lfm2", SIZES | {"layer_types": ["conv", "full_attention"]}),
-    "Granite 4 hybrid": ("granitemoehybrid", SIZES | GRANITE),
-    "Falcon-H1": ("falcon_h1", SIZES | MAMBA | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5}),
-    "Nemotron-H": ("nemotron_h", NEMOTRON),
-}
+SIZES = table("model/families.yaml")["sizes"]
+FAMILIES = table("model/families.yaml")["families"]
 ADAPTER = "model.lora.r=4"
 
 

@@ -6,7 +6,6 @@ Mistakes in them are in tests/run/test_mistakes.py.
 import asyncio
 import copy
 import functools
-import itertools
 import json
 import os
 import re
@@ -172,52 +171,6 @@ def test_functions_are_named_of_one_file_or_of_several(tmp_path):
     assert chat.harmless(tmp_path / "found.yaml", [typed])
 
 
-SEVERAL = """
-import asyncio
-SEEN = []
-
-async def judge(completions, log_metric, rewards, **kwargs):
-    SEEN.append(("judge", *rewards))
-    log_metric("judged", len(completions))
-    return [float("yes" in text) for text in completions]
-
-async def slow(completions, prompts, rewards, **kwargs):
-    SEEN.append(("slow", *rewards))
-    await asyncio.sleep(30 if "late" in prompts[0] else 0)
-    return [1.0] * len(completions)
-
-def of_math(completions, kind, rewards, **kwargs):
-    SEEN.append(("of_math", *rewards))
-    return [0.5 if k == "math" else None for k in kind]
-"""
-PAID = {"judge": [1.0, 0.0], "slow": [1.0, 1.0], "of_math": [0.5, 0.5], "long": [0.5, 0.5]}
-WORTH = {"judge": 1.0, "slow": 2.0, "of_math": 4.0, "long": 8.0, "timeout": 0.0}
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations(("judge", "slow", "of_math"))])
-def test_functions_pay_the_same_in_every_order(order, folder):
-    """One of another file too; for the second question one is late, and one does not apply."""
-    (folder / "several.py").write_text(SEVERAL)
-    reward = f"[several:[{', '.join(order)}], my_rewards:long]"
-    start = time.perf_counter()
-    task = make_task(reward, reward_timeout=0.1)
-    questions = paid(task)
-    assert time.perf_counter() - start < 10  # not 30
-    with pytest.raises(RuntimeError):
-        asyncio.get_running_loop()  # none is left behind
-    for rows, absent in zip(questions, ((), ("slow", "of_math")), strict=True):
-        for row, place in zip(rows, (0, 1), strict=True):
-            applying = {name: None if name in absent else PAID[name][place] for name in PAID}
-            assert row == applying | {"timeout": float(absent != ())}
-            assert [name for name in row if name != "timeout"] == [*order, "long"]
-            total = sum(WORTH[name] * (value or 0.0) for name, value in applying.items())
-            assert total_reward(row, WORTH) == total
-    assert total_reward(dict.fromkeys(WORTH), WORTH) == 0
-    before = [(name, *order[:place]) for place, name in enumerate(order)]
-    assert [one for one in before for _ in KINDS] == import_file(folder / "several.py").SEEN
-    assert task.take_logged() == {"judged": (4, 2)}
-
-
 OBJECT = "class Own:\n    __hash__ = None\n    {}def __call__(self, **columns): return pay({})\n"
 OBJECT += "own = Own()"
 FORMS = {
@@ -231,9 +184,9 @@ SIBLINGS = """
 import asyncio, functools
 CALLS, nap = [], lambda: asyncio.sleep(0.01)
 
-def other(completions, log_metric, **_):
+async def other(kind, log_metric, **_):
     log_metric("other", 1.0)
-    return [0.25] * len(completions)
+    return [0.25 if k == "math" else None for k in kind]
 
 def pay(columns, *_):
     num = len(columns["completions"])
@@ -248,17 +201,31 @@ def fail(*_):
 """
 
 
+# Of the first question and of the second, to which `other` does not apply
+PAID = [{"own": 0.5, "other": 0.25, "long": 0.5}, {"own": 0.5, "other": None, "long": 0.5}]
+WORTH = {"own": 1.0, "other": 2.0, "long": 4.0, "timeout": 0.0}
+
+
 @pytest.mark.parametrize("names", ["[own]", "[own, other]", "[other, own]"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names):
     """With copies, in order, once a question; late only where it can be left; its line is told."""
     (folder / "siblings.py").write_text(SIBLINGS + FORMS[form])
     import_file.cache_clear()
-    task, order = make_task(f"siblings:{names}", reward_timeout=5), re.findall(r"\w+", names)
-    module, before = import_file(folder / "siblings.py"), copy.deepcopy(KINDS)
-    (row, *_), _ = paid(task)
-    paid_by = {name: {"own": 0.5, "other": 0.25}[name] for name in order}
-    assert row == paid_by | ({"timeout": 0.0} if "async" in form else {}) and before == KINDS
+    reward, order = f"[siblings:{names}, my_rewards:long]", re.findall(r"\w+", names)
+    task, module = make_task(reward, reward_timeout=5), import_file(folder / "siblings.py")
+    before, is_async = copy.deepcopy(KINDS), "async" in form or "other" in order
+    timeout = {"timeout": 0.0} if is_async else {}
+    for rows, parts in zip(paid(task), PAID, strict=True):
+        parts = {name: parts[name] for name in (*order, "long")}
+        weights = {name: WORTH[name] for name in parts | timeout}
+        total = sum(weights[name] * (value or 0.0) for name, value in parts.items())
+        for row in rows:
+            assert row == parts | timeout and [n for n in row if n in parts] == [*parts]
+            assert total_reward(row, weights) == total
+    assert total_reward(dict.fromkeys(WORTH), WORTH) == 0 and before == KINDS
+    with pytest.raises(RuntimeError):
+        asyncio.get_running_loop()  # none is left behind
     earlier = order[: order.index("own")]
     assert [(question["prompt"], earlier) for question in KINDS] == module.CALLS
     assert task.take_logged() == {name: {"own": (4, 2), "other": (2, 2)}[name] for name in order}
@@ -271,7 +238,7 @@ def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names)
         with pytest.raises(RewardError, match=f"siblings.py, {said}"):
             paid(task)
     module.pay, module.nap = lambda *_: [1.0] * 2, lambda: asyncio.sleep(60)
-    task = make_task(f"siblings:{names}", reward_timeout=0.1)
+    task = make_task(reward, reward_timeout=0.1)
     expected = {"own": None, "timeout": 1.0} if "async" in form else {"own": 1.0}
     assert all(row.items() >= expected.items() for group in paid(task) for row in group)
 

@@ -6,7 +6,6 @@ runs are compared up to a first such token, and the update on given completions 
 
 import contextlib
 import functools
-import os
 import shutil
 import subprocess
 import weakref
@@ -20,10 +19,10 @@ import torch.distributed as dist
 import yaml
 from harness import (
     ROOT,
-    STARTS,
     USERS_ENVIRONMENT,
     by_text,
     change_json,
+    free_port,
     load_run,
     read_jsonl,
     run_on_ranks,
@@ -98,10 +97,6 @@ def make_chat(folder: Path) -> Path:
     own = {"chat_template": template, "additional_special_tokens": ["</answer>"]}
     change_json(folder / "tokenizer_config.json", **own)
     return folder
-
-
-def free_port() -> int:
-    return 10_000 + (os.getpid() + 997 * next(STARTS)) % 20_000
 
 
 def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
