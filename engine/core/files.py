@@ -34,7 +34,8 @@ def whole_lines(
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:  # also of 5,000 digits, or brackets
                 raise ValueError(f"{path}: line {number} is not JSON: {error}; remove it") from None
-            if not isinstance(row, dict) or not {*names} <= row.keys():
+            is_row = isinstance(row, dict) and {*names} <= row.keys()
+            if not is_row or type(row.get("step", 0)) is not int:
                 raise ValueError(
                     f"{path}: line {number} is no object with a {', '.join(names)}: not a run's"
                 )

@@ -240,11 +240,10 @@ def load_examples(
             "left out"
         )
     rows = [*itertools.compress(rows, is_other)]
-    if not rows and load is None:
-        raise ValueError(f"{source}: no question left for {split}; give a file with more rows")
     if not rows:
-        fix = f"{name} must return some of its own"
-        raise ValueError(f"{task.file}: no question left for {split}; {fix}")
+        place = source if load is None else task.file
+        fix = f"give a file with more rows, or let {name} return some of its own"
+        raise ValueError(f"{place}: no question left for {split}; {fix}")
     if load is None and num_examples is not None and num_examples < len(rows):
         rows = random.Random(seed).sample(rows, num_examples)
     return rows

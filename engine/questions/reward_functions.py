@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import contextlib
 import copy
+import gc
 import inspect
 import json
 import os
@@ -29,24 +30,22 @@ from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process
+LOST_S = 60.0  # seconds of waiting before it is looked for the reason
 
 
 def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
     """The functions, each given as module:function, with their files, by their own names."""
     functions = {}
     for named in names:
-        (file, function) = find_function(named, "task.reward")
+        file, function = find_function(named, "task.reward")
         name = named.partition(":")[2]
         where = line_of(file, function=function)
-        kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
-        if inspect.Parameter.VAR_KEYWORD not in kinds:
+        if inspect.getfullargspec(function).varkw is None:
             raise ConfigError(
                 f"{where}: write def {name}(completions, **kwargs): every column comes by name"
             )
-        if name in functions:
-            raise ConfigError(f"task.reward names {name} twice ({where}): rename one")
-        if name == TIMEOUT:
-            raise ConfigError(f"{where}: {name} counts the calls that took too long: rename it")
+        if name in (*functions, TIMEOUT):  # which counts the calls that took too long
+            raise ConfigError(f"{where}: {name} is the name of another part: rename this function")
         functions[name] = file, function
     return functions
 
@@ -94,8 +93,10 @@ class RewardTask(Task):
         try:
             return dict(json.loads(text))
         except (ValueError, TypeError, RecursionError) as error:
-            row = '{"prompt": "What is 2 + 2?", "answer": "4"}'
-            raise ValueError(f"write a row with its columns as JSON, such as {row}") from error
+            raise ValueError(
+                "write a row with its columns as JSON, such as "
+                '{"prompt": "What is 2 + 2?", "answer": "4"}'
+            ) from error
 
     def generate_prompt(self, example: dict, *, options: TaskSettings) -> list[dict] | str:
         """The column `prompt`, as TRL takes it; what task.prompt words is a user's message."""
@@ -234,12 +235,27 @@ class EventLoop:
         atexit.register(self.close)
 
     def run(self, coroutine: Coroutine) -> Any:
-        """What the coroutine returns; it is cancelled if a signal ends an evaluation."""
+        """What the coroutine returns; it is cancelled if a signal ends an evaluation.
+
+        Where it waits for a task that has raised, such as a queue's worker, it would wait for ever.
+        """
         loop = self.loops.get(os.getpid()) or self.start()
         running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+        waited_s = 0.0
         try:
             while not wait([running], timeout=0.2).done:  # seconds
                 leave_if_signalled()
+                waited_s += 0.2
+                if waited_s > LOST_S:
+                    waited_s = 0.0
+                    lost = [
+                        x for x in gc.get_objects() if type(x) is asyncio.Task and x._log_traceback
+                    ]
+                    if lost:
+                        raise RewardError(
+                            "an async reward waits, perhaps for a task that has failed, of which "
+                            f"nothing has learned: {lost[0]}"
+                        )
             return running.result()
         except CancelledError as error:
             raise RewardError("an async reward has cancelled all tasks of its loop") from error
@@ -274,6 +290,8 @@ def run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def end_others() -> None:
+    # Python 3.11 calls the end of a server's connection an error.
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
@@ -288,8 +306,9 @@ class DaemonThreads(ThreadPoolExecutor):
     """
 
     def submit(self, function, /, *arguments, **named) -> Future:
-        given = future, *_ = Future(), function, arguments, named
+        future = Future()
         future.set_running_or_notify_cancel()
+        given = (future, function, arguments, named)
         threading.Thread(target=fulfil, args=given, daemon=True).start()
         return future
 

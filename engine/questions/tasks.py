@@ -43,7 +43,10 @@ KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("generate_prompt", "parse_row", "question_key"), (Callable, FUNCTION)),
     **dict.fromkeys(OPTIONAL, (Callable | None, FUNCTION)),
     "Options": (type[BaseModel], "a pydantic BaseModel"),
-    "REWARD_PARTS": (tuple[str, ...], 'a tuple of names with "answer", such as ("answer",)'),
+    "REWARD_PARTS": (
+        tuple[Text, ...],
+        'a tuple of different names with "answer" and without dots, such as ("answer",)',
+    ),
     "EXAMPLE_ROW": (dict[str, Any], "a dict, a good row by its columns"),
     "PACKAGES": (tuple[str, ...] | list[str], "a tuple of names of packages"),
     "HUB": (Hub | None, "a Hub, as in tasks/gsm8k.py"),
@@ -116,20 +119,23 @@ def problems_of_task(task: Task) -> Iterator[str]:
         yield f"{name} must be {KINDS[name][1]}, not {getattr(task, name)!r:.80}"
     if wrong:  # what comes below rests on them
         return
-    payer = task.reward_function or task.Environment
-    for name, function in (("generate_prompt", task.generate_prompt), ("reward_function", payer)):
-        if function is None:
-            yield f"a task must define {name}; tasks/template.py shows how"
+    if not (task.generate_prompt and (task.reward_function or task.Environment)):
+        yield "a task must define generate_prompt and reward_function; tasks/template.py shows how"
     for name, _ in inspect.getmembers(task.Environment, inspect.iscoroutinefunction):
         yield f"Environment.{name} must not be async"
-    if "answer" not in task.REWARD_PARTS:
+    parts = task.REWARD_PARTS
+    if "answer" not in parts or len(parts) > len({*parts}) or "." in "".join(parts):
         yield f"REWARD_PARTS must be {KINDS['REWARD_PARTS'][1]}"
-    if "timeout" in task.REWARD_PARTS and Path(task.file).parent != ROOT / "tasks":
+    if "timeout" in parts and Path(task.file).parent != ROOT / "tasks":
         yield "REWARD_PARTS: a part called timeout counts graders that were stopped: rename it"
+    if issubclass(TaskSettings, task.Options):
+        yield "Options must be a class of its own: class Options(Section)"
     for key, field in task.Options.model_fields.items():
-        if field.is_required() or key in TaskSettings.model_fields:
-            shared = ", ".join(TaskSettings.model_fields)
-            yield f"Options.{key} needs a default, and a name other than {shared}"
+        if field.is_required() or key in TaskSettings.model_fields or hasattr(TaskSettings, key):
+            yield (
+                f"Options.{key} needs a default, and a name other than code, replace or "
+                f"{', '.join(TaskSettings.model_fields)}"
+            )
 
 
 def schema(code: str) -> type[Config]:

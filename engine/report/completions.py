@@ -55,7 +55,7 @@ def completion_record(
     """What the file keeps of a trajectory; if it is not in `weights`, the update left it out."""
     completion = trajectory.completion
     ids = completion.token_ids
-    num_tokens = len(completion.token_ids)
+    num_tokens = len(ids)
     is_long = num_tokens > HEAD + TAIL
     parts = [slice(HEAD), slice(num_tokens - TAIL, None)] if is_long else [slice(None)]
     kept = np.concatenate([np.arange(num_tokens)[part] for part in parts])

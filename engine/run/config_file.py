@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -81,11 +82,8 @@ def check_files(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
     values = dotted_values(config)
     lines = []
-    sources = ["task.eval", *["task.train"] * (config.mode == "train")]
-    if tasks.load_task(config.task).load_examples is not None:
-        sources = []  # the task says what a source is
-    for key in sources:
-        if values[key] and is_file_name(values[key]) and not Path(values[key]).exists():
+    for key in keys_of_sources(config):
+        if is_file_name(values[key]) and not Path(values[key]).exists():
             lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
     for key in filter(values.get, ("model.name", "model.teacher")):
         try:
@@ -95,6 +93,13 @@ def check_files(config: Config) -> None:
     if lines:
         raise ConfigError(*lines)
     say_once(f"loading torch, transformers and {config.model.name} ...")
+
+
+def keys_of_sources(config: Config) -> list[str]:
+    """Of the files or data sets that are read; none if the task says what a source is."""
+    has_own = tasks.load_task(config.task).load_examples is not None
+    reads_train = config.mode == "train" or config.task.train == config.task.eval
+    return [] if has_own else ["task.eval", *["task.train"] * reads_train]
 
 
 def say_once(text: str) -> None:
@@ -303,8 +308,9 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
         subject = key if is_bare else f"{key} = {show(value):.80}"
         if isinstance(value, str) and value in theirs.get(key, {}):
             notes[subject] = f"; {value} is {theirs[key][value]} here"
-        elif key == "training.k_best_of_n" and kind == "list_type":
-            notes[subject] = f"; write [{value}, {value}]"
+        elif key in ("training.k_best_of_n", "validation.pass_k"):
+            numbers = re.findall("[0-9]+", str(value)) or [8]
+            notes[subject] = f"; write [{numbers[0]}, {numbers[-1]}]"
         elif key == "task.reward_weights" and kind == "dict_type":
             notes[subject] = f", by name, such as {show(defaults.task.reward_weights)}"
         problems.setdefault(subject, {})[problem] = None  # a union has one for each of its types
@@ -315,7 +321,7 @@ def error_lines(error: ValidationError, full_schema: type[Config], values: dict)
 def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
     close = difflib.get_close_matches
-    (section, _, last) = key.rpartition(".")
+    section, _, last = key.rpartition(".")
     among = [name.rpartition(".") for name in (SECTIONS if isinstance(value, dict) else known)]
     # Of other sections only the same word: one that is merely near counts other things there.
     near = [

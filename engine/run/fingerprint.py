@@ -162,17 +162,12 @@ ROUNDING_KEYS = (
     "sampling.vllm_memory_gb",
     OWN_CODE,
 )
-# What stood where null now leaves it to the hardware: on a CPU it is still that
-BEFORE_NULL = {"training.micro_batch_tokens": 2048, "model.gradient_checkpointing": False}
 
 
 def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) -> list[str]:
     """Raise ConfigError if a key has changed that must not; return the ROUNDING_KEYS that have."""
     now = dotted_values(config) | (rests_on or {})  # such as hashes
     saved = now | dotted_values(type(config)()) | saved  # a run older than a key had its default
-    for key, value in BEFORE_NULL.items():
-        if now[key] is None and saved[key] == value:
-            saved[key] = None
     for key in ("model.revision", "model.teacher_revision"):
         if not is_commit(saved[key]):  # an older version kept the name of a branch, or nothing
             saved[key] = now[key]
@@ -181,9 +176,6 @@ def check_same_run(saved: dict, config: Config, rests_on: dict | None = None) ->
             now[key] = "".join(split_source(now[key])[::2])
     for values in (now, saved):
         values["validation.best_by"] = values["validation.best_by"] or config.best_by
-    if config.model.source is not config.model and saved["model.name"].endswith("/base"):
-        saved["model.name"] = config.model.name  # an older version named the sum of the adapter
-        saved["model.revision"] = config.model.revision
     fix = f"restore it to continue {run_name(config)}, or set run.name for another run"
     changed = [key for key in now if not key.startswith(FREE_SECTIONS) and saved[key] != now[key]]
     lines = [

@@ -78,7 +78,9 @@ def fit_micro_batches(run: Run) -> None:
         return
     gpus = f"{run.world.size} x {torch.cuda.get_device_name(run.world.device)}"
     if fit.where != gpus:
-        row = longest_row(run)
+        questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
+        prompts = encode_prompts(questions, run.task, run.policy.tokenizer)
+        row = max(map(len, prompts)) + training.max_new_gen_tokens  # the longest
         enough = max(training.micro_batch_tokens or FEW_TOKENS, 2 * row)
         # All ranks gather shards in a pass: one that ran out of memory there would end the run.
         tokens = 0 if settings.shard and may_recompute else micro_batch_that_fits(run, row)
@@ -90,13 +92,6 @@ def fit_micro_batches(run: Run) -> None:
     run.fit = fit
     how = "with" if fit.recomputes or settings.gradient_checkpointing else "without"
     run.logger.info(f"micro-batches of {fit.tokens:,} tokens on {gpus}, {how} recomputation")
-
-
-def longest_row(run: Run) -> int:
-    """The most tokens of a row: the longest of some prompts, and a completion of full length."""
-    questions = [question for _, question in run.stream.take(0, NUM_PROMPTS)[0]]
-    ids = encode_prompts(questions, run.task, run.policy.tokenizer)
-    return max(map(len, ids)) + run.config.training.max_new_gen_tokens
 
 
 def micro_batch_that_fits(run: Run, row: int) -> int:

@@ -82,12 +82,10 @@ def write_merged(folder: Path, config: Config, log: Log) -> None:
     run = folder.parent
     files = of_files(config, with_weights=True)
     with lock_folder(run, log):  # another first start would write there too
-        if folder.is_dir() and not (folder / MADE_OF).is_file():
-            return log(f"warning: {folder} does not say what it was made of: used as it is")
         if folder.is_dir():
             made_of = read_file(folder / MADE_OF)
             if made_of.items() <= files.items():
-                return None
+                return
             if (run / MARKER).exists() or list_checkpoints(run / "checkpoints"):
                 check_same_run(dotted_values(config) | made_of, config, files)
             log(f"{folder} was made of other files: it is written anew")

@@ -62,6 +62,9 @@ def load_checkpoint(run: Run, folder: Path) -> None:
         checkpoint.load_weights(folder, run.policy.model)
     with checkpoint.naming_damage(folder / checkpoint.OPTIMIZER, remove=folder):
         run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        for weight, kept in run.optimizer.state.items():
+            for name in kept.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
+                assert kept[name].expand_as(weight).isfinite().all(), f"{name} is not finite"
 
 
 def compare(run: Run, saved: Saved) -> None:

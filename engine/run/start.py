@@ -36,9 +36,8 @@ from engine.core.types import Log, no_log
 from engine.model.load import at_commit, find_base, one_line_errors
 from engine.model.precision import gains_by_bf16, multiplies_bf16
 from engine.questions.tables import is_on_hub, split_source
-from engine.questions.tasks import load_task
 from engine.run.checkpoint import load_state, newest_whole
-from engine.run.config_file import dump, read_file, section_of
+from engine.run.config_file import dump, keys_of_sources, read_file, section_of
 from engine.run.fingerprint import check_same_everywhere, check_same_files
 from engine.run.fit import check_room, fit_micro_batches
 from engine.run.folder import COMMITS_FILE, command, run_folder, run_name
@@ -176,14 +175,11 @@ def find_pins(config: Config, log: Log) -> tuple[dict, dict, dict, bool]:
                 named = at_commit(named, log)
                 find_base(named, log)
             of_model[which] = named.revision
-    sources = ["eval", *["train"] * (is_training or config.task.train == config.task.eval)]
-    if load_task(config.task).load_examples is not None:
-        sources = []  # the task says what a source is
-    for key in sources:
-        source = getattr(config.task, key)
+    for key in keys_of_sources(config):
+        source = dotted_values(config)[key]
         if is_on_hub(source):
             name, revision, part = split_source(source)
-            with one_line_errors(source, key=f"task.{key}"):
+            with one_line_errors(source, key=key):
                 commit = commit_of(name, revision, kind="dataset", log=log)
-            of_task[key] = f"{name}@{commit}{part}" if commit else source
+            of_task[key.removeprefix("task.")] = f"{name}@{commit}{part}" if commit else source
     return of_model, of_task, COMMITS, is_offline_mode()

@@ -14,6 +14,7 @@ from harness import arguments, grade_by_text, load_run, make_config
 from transformers import AutoConfig
 
 from engine.model.load import check_host_memory
+from engine.questions.prompts import encode_prompts
 from engine.run import fit
 from engine.run.config_file import load_config
 from engine.run.fit import check_disk
@@ -113,7 +114,10 @@ def test_a_gpu_gets_micro_batches_that_fit(tmp_path, rotary_model_folder, card, 
     """And a resumed run has its own again, on such a card, whatever is free there."""
     run = load_run(load_config(arguments(tmp_path, rotary_model_folder, *given.split())))
     assert run.micro_batch_tokens == 2_048  # on a CPU
-    row, weights = fit.longest_row(run), [p.detach().clone() for p in run.trained_weights]
+    questions = [question for _, question in run.stream.take(0, fit.NUM_PROMPTS)[0]]
+    row = max(map(len, encode_prompts(questions, run.task, run.policy.tokenizer)))
+    row += run.config.training.max_new_gen_tokens
+    weights = [p.detach().clone() for p in run.trained_weights]
     monkeypatch.setattr(fit, "FEW_TOKENS", 8 * row)
     monkeypatch.setattr(fit, "MOST_TOKENS", 100 * row)
     for free, num_rows, recomputes in FREE[given]:

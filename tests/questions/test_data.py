@@ -203,7 +203,7 @@ def test_no_question_of_the_validation_is_trained_on_whatever_stands_beside_it(
     own = "task.name=same"
     _, training, _ = questions_for(tokenizer, own, "validation.num_examples=9")
     assert [row["answer"] for row in training.questions] == [str(i) for i in range(9, 30)]
-    with pytest.raises(ValueError, match=r"same.py: no question left .* generate_questions must"):
+    with pytest.raises(ValueError, match=r"same.py: no question left .* let generate_quest"):
         questions_for(tokenizer, own)
 
 

@@ -328,6 +328,14 @@ async def cancelled(completions, **kwargs):
     task.cancel()
     await task
 
+async def work_once(answer):
+    answer.set_result(sys.no_such_key)
+
+async def lost(completions, **kwargs):
+    answer = asyncio.Future()
+    OWN.append(asyncio.create_task(work_once(answer)))
+    return await answer
+
 async def exits(completions, **kwargs):
     asyncio.get_running_loop().call_soon(sys.exit, "no key")
     return await asyncio.sleep(0.1, [1.0] * len(completions))
@@ -339,7 +347,10 @@ async def cancels_all(completions, **kwargs):
 
 @pytest.mark.timeout(60)
 def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch, capsys):
-    """Bugs: a queue's worker was cancelled behind the first step, and then where one exited."""
+    """Bugs: a queue's worker was cancelled behind the first step, and then where one exited.
+
+    Then a run waited for ever, without a word, for a worker that had raised.
+    """
     (folder / "queued.py").write_text(QUEUED)
     module = import_file(folder / "queued.py")
     for _ in range(2):
@@ -351,9 +362,12 @@ def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, mon
         paid("queued:cancelled")
     assert paid("queued:exits")[0][0] == {"exits": 1.0, "timeout": 0.0}
     assert "has raised SystemExit('no key')" in capsys.readouterr().out
+    monkeypatch.setattr(reward_functions, "LOST_S", 0.5)
+    with pytest.raises(RewardError, match=r"waits, .*work_once.* has no attribute 'no_such_key'"):
+        paid("queued:lost")
     monkeypatch.setattr(reward_functions, "CLOSE_S", 0.5)
     reward_functions.LOOP.close()  # as at the end of the process
-    assert [task.done() for task in module.OWN] == [True, True, False]
+    assert [task.done() for task in module.OWN] == [True, True, False, True]
     with pytest.raises(RewardError, match="has cancelled all tasks"):
         paid("queued:cancels_all")
 
@@ -509,7 +523,7 @@ def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(f
     assert row == {"half": 0.5, "one": 1.0, "two": 1.0} and Path.cwd() == folder
     with pytest.raises(RewardError, match=r"written\.py, line 10: two must return a tensor"):
         own_advantages("written:two", torch.zeros(1, 1), [[Trajectory([1], DRAWN, "", {}, 0.0)]])
-    with pytest.raises(ConfigError, match="timeout counts the calls that took too long: rename"):
+    with pytest.raises(ConfigError, match="timeout is the name of another part: rename"):
         paid("written:timeout")
     with pytest.raises(RewardError, match=r"cosine raised .* named first: the first says"):
         paid("[lengths:cosine, written:one]")

@@ -194,6 +194,9 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "f(:": ", line 7: SyntaxError",
     "import sys; sys.exit(0)": ", line 7: SystemExit: 0",  # bug: that ended the run with status 0
     "REWARD_PARTS = ('length',)": ': REWARD_PARTS must be a tuple ... "answer"',
+    "REWARD_PARTS = ('answer', 'a.b')": ": REWARD_PARTS must be a tuple of different names",
+    "REWARD_PARTS = ('answer', 'answer')": ": REWARD_PARTS must be a tuple of different names",
+    "from engine.core.config import Section as Options": ": Options must be a class of its own",
     # Bug: they were counted as time-outs, and their mean shown as that.
     "REWARD_PARTS = ('answer', 'timeout')": ": REWARD_PARTS: a part called timeout",
     "def question_key(example): return 3": ", line 7: question_key raised TypeError",
@@ -201,7 +204,7 @@ IN_A_TASK = {  # code at the end of the task, and what is said after the file's 
     "class B:\n    async def respond(_): ...\nclass Environment(B): ...": ": Environment.respond",
     "class Environment:\n    def __init__(self, x): ...": ": Environment: Environment.__init__()",
     # Bug: only the validation questions were looked at; the others ended in a traceback.
-    f"{TRAINS_ON}[]": ": no question left for train; load_examples must",
+    f"{TRAINS_ON}[]": ": no question left for train; ... let load_examples return",
     f"{TRAINS_ON}[{{1: 2}}]": ": a question has the key 1: keys must be text",
     "def parse_row(row, *, options): return row['x']": "a.csv, row 1: HERE/own.py, line 7",
     f"{PAYS}{{'length': 1.0}}": f", line 7{NO_REWARD}, not {{'length': 1.0}}: answer is miss",

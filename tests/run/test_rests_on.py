@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import os
 import shutil
 import sys
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 import harness
 import pytest
 import torch
-from harness import SHORT_RUN, alone, change_json, load_run, make_config, run_on_ranks, save_adapter
+from harness import SHORT_RUN, alone, load_run, make_config, run_on_ranks, save_adapter
 
 import main
 from engine.core.config import Config, TaskSettings
@@ -111,15 +110,6 @@ def test_a_run_goes_on_with_the_adapter_and_the_base_that_it_began_with(
         flip_a_bit(file, file.stat().st_size // 2)
     with pytest.raises(ValueError, match=r"^the files of model.name = .* or set run.name"):
         begin(second)
-    # As an older version left it
-    Path("runs/x/base/made_of.json").unlink()
-    file = Path("runs/x/checkpoints/last/training_state/state.json")
-    change_json(file, config=json.loads(file.read_text())["config"] | {"model.name": "runs/x/base"})
-    sizes = {"training_state/state.json": file.stat().st_size}
-    change_json(file.with_name("files.json"), **sizes)
-    capsys.readouterr()
-    assert begin(first).is_resumed
-    assert capsys.readouterr().out.count("does not say what it was made of") == 1
 
 
 def first_start(folder: Path, *overrides: str) -> tuple[Config, Config]:

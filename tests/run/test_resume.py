@@ -383,9 +383,18 @@ def garble(name: str, content: str = "") -> Callable[[Path], None]:
     return change
 
 
-def add_a_blank_line(run: Path) -> None:
-    first, rest = (run / "metrics.jsonl").read_text().split("\n", 1)
-    (run / "metrics.jsonl").write_text(f"{first}\n\n{rest}")
+def begin_metrics(line: str) -> Callable[[Path], None]:
+    """Put a line before those that are there."""
+    return lambda run: (file := run / "metrics.jsonl").write_text(f"{line}\n{file.read_text()}")
+
+
+def ruin_averages(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    def ruin(run: Path) -> None:
+        saved = torch.load(run / STEP_2 / "optimizer.pt")
+        saved["state"][0]["exp_avg"] = change(saved["state"][0]["exp_avg"])
+        torch.save(saved, run / STEP_2 / "optimizer.pt")
+
+    return ruin
 
 
 LINEAR, TWO_BEFORE = {'"constant"': '"linear"'}, {'.num_steps": 3': '.num_steps": 2'}
@@ -428,7 +437,10 @@ REFUSED = {
     "NaN": (garble("best/best.json", '{"best": NaN, "best_step": 1}'), "", "damaged (ValueError: "),
     "state.json": (garble(f"{STEP_2}/state.json"), "", f"{STEP_2}/state.json is damaged (JSOND"),
     "optimizer.pt": (garble(f"{STEP_2}/optimizer.pt"), "", "2, and the run goes on by what its"),
-    "a blank line": (add_a_blank_line, "", "line 2 column 1 (char 1); remove it"),
+    "NaN in averages": (ruin_averages(lambda x: x * torch.nan), "", "exp_avg is not finite"),
+    "another shape": (ruin_averages(lambda x: x.T.clone()), "", "optimizer.pt is damaged (Runtime"),
+    "a blank line": (begin_metrics(""), "", "line 2 column 1 (char 1); remove it"),
+    "no number": (begin_metrics('{"step": "a"}'), "", "line 1 is no object with a step"),
     "another version": (edit({'"best_solved"': '"sowed"'}), "", "another version"),
 }
 
