@@ -47,9 +47,12 @@ def mistakes_cost_one_line() -> Iterator[None]:
             fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
             error = ValueError(f"the memory is full before anything is sampled: {fix}")
         is_config = isinstance(error, ConfigError)
-        if not is_first_rank:
+        # A restart by torchrun would repeat what its first start has printed. That there is one is
+        # a mistake of its own (see `read_environment`), which the first restart prints.
+        is_new = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) <= (0 if is_config else 1)
+        if is_new and not is_first_rank:
             time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 print it before
-        if is_first_rank or not is_config:
+        if is_new and (is_first_rank or not is_config):
             lines = error.lines if is_config else [error]
             print(*map(error_line, lines), sep="\n", file=sys.stderr)
             print(error.better if is_config else "", end="", file=sys.stderr)
