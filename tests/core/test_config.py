@@ -14,6 +14,7 @@ from itertools import pairwise
 
 import pytest
 import yaml
+from harness import table
 
 from engine import ROOT
 from engine.core.config import (
@@ -70,37 +71,11 @@ def guessing(tmp_path, monkeypatch):
     return tmp_path
 
 
-LORA = {"r": 4, "alpha": 32, "dropout": 0.0, "target_modules": "all-linear"}
-EPOCHS_2 = "task.train: a.csv\ntraining: {num_epochs: 2}"
-
-TASK = "task: {eval: b.jsonl, max_numbers: 4, reward_weights: {format: 0.5}, prompt: '{nums}'}"
-
-READ = {  # what a file has, the arguments, and what a key is then; ~ is the home folder
-    "a file": ("training: {seed: 3}\nrun.name: a", "", {"training.seed": 3, "run.name": "a"}),
-    "the command line wins": ("run: {name: a}", "run.name=b run.name=c", {"run.name": "c"}),
-    # PyYAML reads 1e-5 as text, so that a learning rate became a string.
-    "1e-5": ("", "training.learning_rate=1e-5", {"training.learning_rate": 1e-5}),
-    "1E-5": ("", "training.learning_rate=1E-5", {"training.learning_rate": 1e-5}),
-    "no board": ("", "logging.report_to=none", {"logging.report_to": []}),
-    "010": ("", "training.seed=010", {"training.seed": 10}),  # bug: YAML 1.1 reads it as 8
-    # A mapping that is off can be set in part, and switched off again.
-    "lora": ("", "model.lora.r=4", {"model.lora": LORA}),
-    # Steps or epochs; where there are epochs, 20 stands until the questions are counted.
-    "steps": ("training: {num_steps: 40, num_epochs: null}", "", {"training.num_steps": 40}),
-    "epochs": (EPOCHS_2, "", {"training.num_steps": 20, "training.num_epochs": 2.0}),
-    "steps win": (EPOCHS_2, "training.num_steps=5", {"training.num_epochs": None}),
-    # What follows from other keys.
-    "a run": ("", "", {"run_name": "countdown-tiny-grpo-s0"}),
-    # Bug: with another task config.yaml was refused for Countdown's keys, which nobody typed.
-    "another task": (TASK, "task.name=gsm8k", {"task.eval": "b.jsonl", "task.prompt": None}),
-    "home": ("run: {dir: ~/a}", "task.eval=~/b.csv", {"run.dir": "~/a", "task.eval": "~/b.csv"}),
-    # Texts that YAML could read as something else.
-    **{
-        f"the text {text}": ("", f'run.name="{text}"', {"run.name": text})
-        for text in ("1e-5", "010", "no", "null", "2024-01-01")
-    },
-    "escapes": ("", r'model.revision="#:\n\"\u00e9"', {"model.revision": '#:\n"é'}),
-}
+# What a file has, the arguments, and what a key is then; here texts that YAML could read otherwise
+TEXTS = ("1e-5", "010", "no", "null", "2024-01-01")
+READ = {f"the text {text}": ("", f'run.name="{text}"', {"run.name": text}) for text in TEXTS}
+READ["escapes"] = ("", r'model.revision="#:\n\"\u00e9"', {"model.revision": '#:\n"é'})
+READ |= table("core/read.yaml")
 
 
 @pytest.mark.parametrize("name", READ)
@@ -246,7 +221,7 @@ def test_a_run_of_before_a_key_was_there_had_its_default():
 def test_each_key_that_differs_from_its_default_is_listed_with_both_values():
     assert differences(load("mode=evaluate", "training.learning_rate=1e-5", "model.lora.r=4")) == [
         "mode: evaluate (default train)",
-        f"model.lora: {show(LORA)} (default null)",
+        f"model.lora: {show(READ['lora'][2]['model.lora'])} (default null)",
         f"training.learning_rate: 1.0e-05 (default {Config().training.learning_rate})",
     ]
     assert dump(load("mode=evaluate")).startswith("mode: evaluate\nrun:\n")
