@@ -13,14 +13,9 @@ from engine.core.distributed import World
 from engine.report.metrics import single_answer_metrics
 from engine.run.config_file import load_config
 from engine.run.folder import run_folder
-from engine.run.state import Run
 
 EVALUATE = [f"training.seed={seed()}", "training.max_new_gen_tokens=64", "mode=evaluate"]
 EVALUATE += ["validation.num_examples=9", "validation.best_of_n=4"]
-
-
-def load_evaluation(folder: Path, *overrides: str) -> Run:
-    return harness.load_run(load_config(arguments(folder, ROOT / "tiny", *EVALUATE, *overrides)))
 
 
 def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
@@ -45,7 +40,7 @@ def test_a_runs_own_models_are_evaluated_into_its_folder(tmp_path):
         assert folder_of("best") == named
     (tmp_path / "x").touch()  # bug: it failed after all the work, in a traceback
     with pytest.raises(ValueError, match=r"x cannot be written \(File exists\); give "):
-        load_evaluation(tmp_path)
+        harness.load_run(load_config(arguments(tmp_path, ROOT / "tiny", *EVALUATE)))
 
 
 def vote(*numbers: int, right: int) -> list[main.Trajectory]:
