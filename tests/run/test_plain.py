@@ -271,6 +271,8 @@ def test_each_key_at_another_value_is_read_or_refused_in_one_line(tmp_path, monk
     plain_yaml = yaml.safe_dump(yaml.safe_load((ROOT / "config.yaml").read_text()))
     (tmp_path / "config.yaml").write_text(plain_yaml)  # without comments: it is read 400 times
     monkeypatch.chdir(tmp_path)
+    read = functools.cache(functools.partial(yaml.load, Loader=yaml.CSafeLoader))
+    monkeypatch.setattr(plain.yaml, "safe_load", read)  # of one text 400 times
     schema = tasks.schema("countdown")
     usual = schema().model_dump()
     legal = defaultdict(list)
