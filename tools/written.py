@@ -94,14 +94,14 @@ def find_problem(theirs: ModuleType, name: str) -> str:
         clock = Timer(TIME_S, give_up, [f"{name}: {text}nothing within {TIME_S} s"])
         clock.start()
         expected = outcome(plain, name, given)
+        got = None
         try:
             got = outcome(theirs, name, given)
             assert_close(got, expected, rtol=CLOSE, atol=1e-30, check_dtype=False)
         except NotImplementedError:
             return "not written yet"
         except Exception as error:
-            got = got if isinstance(error, AssertionError) else repr(error)
-            return f"{text}{got}\n     plain.py  {expected}"
+            return f"{text}{repr(error) if got is None else got}\n     plain.py  {expected}"
         finally:
             clock.cancel()
     return ""
@@ -124,7 +124,7 @@ def outcome(module: ModuleType, name: str, given: dict) -> object:
         ids, mask, columns = output
         lengths = torch.tensor([[len(t.token_ids)] for t in arguments["trajectories"]])
         is_padding = torch.arange(ids.shape[1]) >= lengths
-        ids = ids.where(~is_padding, ids.clamp(max=0))
+        ids = ids.where(~is_padding | (ids.clamp(0, 553) != ids), 0)
         return {"ids": ids, "mask": mask, "columns": columns}
     if name == "token_log_probs":
         (gradient,) = torch.autograd.grad(output.sum(), arguments["logits"])
