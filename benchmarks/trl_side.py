@@ -11,7 +11,7 @@ import main as program
 from engine.core.config import TrainingSettings
 from engine.core.measures import Clock
 from engine.core.types import SeedWord, Trajectory
-from engine.questions.prompts import render_prompts
+from engine.questions.prompts import prompt_text
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
 from logger import Logger
@@ -114,7 +114,7 @@ class Schedule(TrainerCallback):
 
 
 def as_trl_row(example: dict, run: Run) -> dict:
-    (prompt,), _ = render_prompts([example], task=run.task, tokenizer=run.policy.tokenizer)
+    prompt, _ = prompt_text(example, run.task, run.policy.tokenizer)
     return example | {"prompt": prompt}
 
 

@@ -13,7 +13,7 @@ from engine.core.config import Config, dotted_values
 from engine.core.text import show
 from engine.core.types import Metrics
 from engine.questions.contract import Task
-from engine.questions.prompts import encode_prompts, render_prompts
+from engine.questions.prompts import encode_prompt, prompt_text
 from engine.questions.tables import is_file_name, is_on_hub, split_source
 from engine.run.folder import run_name
 
@@ -38,9 +38,8 @@ def model_card(
     """
     before = measured[0]
     after = measured[-1]
-    question = questions[:1]
-    (prompt,), add_special_tokens = render_prompts(question, task, tokenizer)
-    (ids,) = encode_prompts(question, task, tokenizer)
+    prompt, add_special_tokens = prompt_text(questions[0], task, tokenizer)
+    ids = encode_prompt(questions[0], task, tokenizer)
     if tokenizer.encode(prompt, add_special_tokens=add_special_tokens) != ids:
         prompt = tokenizer.decode(ids)
         add_special_tokens = False  # it would add an end token too

@@ -43,7 +43,7 @@ from engine.questions.data import (
     parse_table,
     set_number_columns,
 )
-from engine.questions.prompts import completion_text, encode_prompts
+from engine.questions.prompts import completion_text, encode_prompt
 from engine.questions.rewards import reward_parts
 from engine.questions.tasks import load_task
 from engine.questions.templates import end_of_turn, whole_characters
@@ -231,7 +231,7 @@ def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     policy = run.policy
     question, text = row["question"], row["completion"]
     tokenizer = policy.tokenizer
-    (prompt,) = encode_prompts([question], run.task, tokenizer)
+    prompt = encode_prompt(question, run.task, tokenizer)
     ids = ids_of(text, tokenizer)
     zeros = np.zeros(len(ids), np.float32)
     completion = Completion(ids, zeros, zeros, False, zeros.astype(bool))

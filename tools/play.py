@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from engine import ROOT
 from engine.core.files import read_lines
 from engine.core.types import SamplingParams, SeedWord
-from engine.questions.prompts import encode_prompts
+from engine.questions.prompts import encode_prompt
 from engine.questions.tasks import load_task, schema
 from engine.run.config_file import read_file, task_name
 from engine.run.mistakes import mistakes_cost_one_line
@@ -50,7 +50,7 @@ def tables() -> dict:
         "validation", options=options, num_examples=NUM_QUESTIONS, seed=0, exclude=[]
     )
     numbers = [token for n in range(100) for token in tokenizer.encode(str(n))]  # one token each
-    (ids,) = encode_prompts([{"nums": [77, 88], "target": 99}], task, tokenizer)
+    ids = encode_prompt({"nums": [77, 88], "target": 99}, task, tokenizer)
     a, b, c = (ids.index(numbers[n]) for n in (77, 88, 99))
     params = SamplingParams(MAX_TOKENS, 1.0, 1.0, 0, (), 0, group_size=NUM_DRAWS)
     return {

@@ -7,7 +7,8 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -71,26 +72,30 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
     return f"{file}, line {lines[-1]}" if lines else file
 
 
-@contextlib.contextmanager
-def naming_mistakes(
-    file: str,
-    function: Callable,
-    question: object = None,
-    *,
-    name: str = "",  # as the user wrote it; by default the function's own
-    passes: type[Exception] = RewardError,
-    form: str = "",  # of the two forms of a text, for an exception that speaks of one
-) -> Iterator[None]:
-    """Make one line of an exception in a function of the user's file, unless it `passes`."""
-    leave_if_signalled()
-    try:
-        yield
-    except passes:
-        raise
-    except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
-        where = line_of(file, error=error, function=function)
-        name = name or getattr(function, "__name__", "it")
+@dataclass
+class naming_mistakes:
+    """Make one line of an exception in a function of the user's file, unless it `passes`.
+
+    It stands around each question at the start; a generator in its place would take far longer.
+    """
+
+    file: str
+    function: Callable
+    question: object = None
+    name: str = ""  # as the user wrote it; by default the function's own
+    passes: type[Exception] = RewardError
+    form: str = ""  # of the two forms of a text, for an exception that speaks of one
+
+    def __enter__(self) -> None:
+        leave_if_signalled()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        # An exit would end the run as if all were well.
+        if not isinstance(error, (Exception, SystemExit)) or isinstance(error, self.passes):
+            return
+        where = line_of(self.file, error=error, function=self.function)
+        name = self.name or getattr(self.function, "__name__", "it")
         problem = f"{name} raised {type(error).__name__}: {error}"
-        about = "" if question is None else f": question {question!r:.200}"
-        form = form if re.search(r"\b(str|string|list)\b", str(error)) else ""
+        about = "" if self.question is None else f": question {self.question!r:.200}"
+        form = self.form if re.search(r"\b(str|string|list)\b", str(error)) else ""
         raise RewardError(f"{where}: {problem}{form}{about}") from error

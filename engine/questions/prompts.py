@@ -21,20 +21,23 @@ def make_prompts(
 ) -> PromptBatch:
     """The prompts of questions and, if the task has an Environment, their conversations."""
     if task.Environment is None:
-        tokenizer = policy.tokenizer
-        prompts = [encode_prompts([question], task, tokenizer)[0] for question in questions]
-        return PromptBatch(prompts, seeds)
+        return PromptBatch(encode_prompts(questions, task, policy.tokenizer), seeds)
     from engine.questions.environment import start_conversations  # off by default
 
     return start_conversations(policy, task, questions, seeds, params, clock)
 
 
 def encode_prompts(examples: list[dict], task: Task, tokenizer: Tokenizer) -> list[list[int]]:
-    texts, adds = render_prompts(examples, task, tokenizer)
-    encoded = tokenizer(texts, add_special_tokens=adds, return_special_tokens_mask=True)
+    """The ids of each question's prompt, one by one: a text may stand beside a chat."""
+    return [encode_prompt(example, task, tokenizer) for example in examples]
+
+
+def encode_prompt(example: dict, task: Task, tokenizer: Tokenizer) -> list[int]:
+    text, adds = prompt_text(example, task, tokenizer)
+    encoded = tokenizer(text, add_special_tokens=adds, return_special_tokens_mask=True)
     # Some add an end too (add_eos_token), behind which a model would begin another text: drop it.
-    masks = ("".join(map(str, mask)).rstrip("1") for mask in encoded["special_tokens_mask"])
-    return [ids[: len(mask) or None] for ids, mask in zip(encoded["input_ids"], masks, strict=True)]
+    mask = "".join(map(str, encoded["special_tokens_mask"])).rstrip("1")
+    return encoded["input_ids"][: len(mask) or None]
 
 
 def prompt_length(example: dict, task: Task, tokenizer: Tokenizer) -> float:
@@ -44,20 +47,15 @@ def prompt_length(example: dict, task: Task, tokenizer: Tokenizer) -> float:
         text = whole_characters(" ".join(map(str, example.values())))
         if not special_ids(tokenizer).isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return math.inf
-    (ids,) = encode_prompts([example], task, tokenizer)
-    return len(ids)
+    return len(encode_prompt(example, task, tokenizer))
 
 
-def render_prompts(
-    examples: list[dict], task: Task, tokenizer: Tokenizer
-) -> tuple[list[str], bool]:
-    """The text of each question's prompt, and whether the tokenizer must add special tokens."""
-    prompts = [task.pose(example) for example in examples]
+def prompt_text(example: dict, task: Task, tokenizer: Tokenizer) -> tuple[str, bool]:
+    """The text of a question's prompt, and whether the tokenizer must add special tokens."""
+    prompt = task.pose(example)
     # A chat template has written them: with it, the tokenizer would add them a second time.
-    is_chat = tokenizer.chat_template is not None and not any(isinstance(p, str) for p in prompts)
-    tools = tool_schemas(task)
-    texts = [whole_characters(render_prompt(prompt, tokenizer, tools)) for prompt in prompts]
-    return texts, not is_chat
+    adds = tokenizer.chat_template is None or isinstance(prompt, str)
+    return whole_characters(render_prompt(prompt, tokenizer, tool_schemas(task))), adds
 
 
 def completion_text(completion: Completion, tokenizer: Tokenizer) -> str:
