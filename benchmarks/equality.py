@@ -4,13 +4,15 @@
     python benchmarks/equality.py A B --only default sil --out FILE.md
     python benchmarks/equality.py A B --set-b MAX_LOGITS_BYTES=0       # a constant of tree B
     python benchmarks/equality.py A B --first-gradient                 # up to rounding
+    python benchmarks/equality.py --plain [KEY=VALUE ...]              # plain.py against main.py
 
 Each configuration is a short run of main.py, in a process of its own for each tree, one thread a
 rank. Equal are: the exit statuses, the newest checkpoint's weights and optimizer, best/, the
 metrics of each step that both trees write but time/ and perf/ (the others are named), and of
 samples.jsonl, rollouts.jsonl and completions.jsonl the columns that both write. Files may move,
 functions may have other names. A run in which no gradient moved anything, or that ended otherwise,
-shows nothing.
+shows nothing. --plain runs both programs of this tree whole, by default config.yaml, in one
+process a rank, and compares each token when it is drawn; behind a first other one nothing is.
 """
 
 import argparse
@@ -85,12 +87,15 @@ CONFIGURATIONS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("trees", type=Path, nargs=2)
+    parser.add_argument("trees", type=Path, nargs="*", help="two of them")
+    parser.add_argument("--plain", nargs="*", metavar="KEY=VALUE", help="plain.py against main.py")
     parser.add_argument("--only", nargs="+", choices=CONFIGURATIONS, default=[*CONFIGURATIONS])
     parser.add_argument("--out", type=Path, help="a file that gets the table too")
     parser.add_argument("--set-b", metavar="NAME=VALUE", help="a constant of a module of tree B")
     parser.add_argument("--first-gradient", action="store_true", help="compare that alone")
     options = parser.parse_args()
+    if options.plain is not None:
+        sys.exit(compare_plain(options.plain))
     start, is_first = time.perf_counter(), options.first_gradient
     lines = [f"A is {revision(options.trees[0])}, B is {revision(options.trees[1])}"]
     lines[0] += f" with {options.set_b}.\n" if options.set_b else ".\n"
@@ -115,6 +120,33 @@ def main() -> None:
     if options.out:
         options.out.write_text("\n".join(lines) + "\n")
     sys.exit(num_equal < len(options.only))
+
+
+def compare_plain(given: list[str]) -> int:
+    """The exit status; on two ranks, as tests/run/test_plain.py does it in short runs."""
+    root = Path(__file__).resolve().parents[1]
+    sys.path += map(str, (root, root / "tests", root / "tests/run"))
+    from harness import free_port, run_on_ranks
+    from test_plain import both_as_they_are
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ([*given, f"run.dir={folder}"], free_port())
+        how = {"folder": Path(folder), "timeout_s": 36_000}
+        ranks = run_on_ranks(both_as_they_are, 2, *arguments, **how)
+        theirs, ours = (Path(folder, name) for name in ("main", "plain"))
+        rows, others = (read_rows(run / "metrics.jsonl") for run in (ours, theirs))
+        is_equal = [a.items() <= b.items() for a, b in zip(rows, others, strict=True)]
+        weights = load_file(ours / "last/model.safetensors")
+        same = load_file(theirs / "checkpoints/last/model.safetensors")
+    parted = [place for rank in ranks for place in rank["parted"]]
+    first = min((place["call"] for place in parted), default=None)  # a call samples a row
+    print(f"first other tokens: {[place for place in parted if place['call'] == first]}")
+    print(f"equal rows of metrics: {''.join('-='[equal] for equal in is_equal)}")
+    num_same = sum(torch.equal(weights[name], same[name]) for name in same)
+    print(f"equal tensors: {num_same} of {len(same)}")
+    print(f"minutes of main.py and plain.py: {[round(s / 60, 1) for s in ranks[0]['seconds']]}")
+    print(f"pass@1: {[row['eval/pass@1'] for row in rows if 'eval/pass@1' in row]}")
+    return 0 if all(is_equal[:first]) else 1
 
 
 def revision(tree: Path) -> str:

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import shutil
 import subprocess
+import time
 import weakref
 from collections import defaultdict
 from dataclasses import replace
@@ -109,13 +110,22 @@ def both_programs(world: World, given: list[str], port: int, is_lesson_one: bool
 
     Rewards are by text, or equal on rank 1 if only rank 0 is to have a lesson.
     """
-    drawn: list[dict] = []
-    seen = {name: [] for name in ("parted", "lengths", "ends", "lessons", "passes")}
     with pytest.MonkeyPatch.context() as patch:
-        prepare(patch, world, port, is_idle=is_lesson_one and world.rank == 1)
+        shorten(patch, is_idle=is_lesson_one and world.rank == 1)
+        return both_as_they_are(world, given, port)
+
+
+def both_as_they_are(world: World, given: list[str], port: int) -> dict:
+    """`both_programs` for benchmarks/equality.py: all questions, and what countdown.py pays."""
+    drawn: list[dict] = []
+    seen = {name: [] for name in ("parted", "lengths", "ends", "lessons", "passes", "seconds")}
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch, world, port)
         spy(patch, main, "sample_trajectories", note, drawn)
+        seen["seconds"].append(-time.monotonic())
         run = load_run(load_config([*given, "run.name=main"]))
         assert main.run_training(run) == 0
+        seen["seconds"][0] += time.monotonic()
         run.policy.scorer = None  # frees DDP
         run.world.signals.stop()
         spy(patch, plain, "sample_trajectories", compare, iter(drawn), seen)
@@ -125,16 +135,21 @@ def both_programs(world: World, given: list[str], port: int, is_lesson_one: bool
         join_again = functools.partial(dist.init_process_group, "gloo", rank=world.rank)
         dist.destroy_process_group()  # plain.py joins a group of its own
         spy(patch, dist, "destroy_process_group", end_group, wrapped)
+        seen["seconds"].append(-time.monotonic())
         plain.main([*given, "run.name=plain"])
+        seen["seconds"][1] += time.monotonic()
         folder = next(text for text in given if text.startswith("run.dir="))[8:]
         join_again(init_method=f"file://{folder}/again", world_size=world.size)
     return seen
 
 
-def prepare(patch: pytest.MonkeyPatch, world: World, port: int, *, is_idle: bool) -> None:
+def shorten(patch: pytest.MonkeyPatch, *, is_idle: bool = False) -> None:
     graded = equal_rewards if is_idle else by_text(countdown.reward_function)
     patch.setattr(countdown, "MAX_GENERATED", 60)  # forty questions go into a second epoch
     patch.setattr(countdown, "reward_function", graded)
+
+
+def prepare(patch: pytest.MonkeyPatch, world: World, port: int) -> None:
     patch.setattr(main, "init_world", lambda: (replace(world), []))
     if world.size > 1:  # as torchrun does
         values = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
@@ -217,7 +232,8 @@ def test_the_update_on_given_completions_is_the_same_bit_for_bit(tmp_path, num_r
 
 def both_updates(world: World, ways: list[str], port: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        prepare(patch, world, port, is_idle=False)
+        shorten(patch)
+        prepare(patch, world, port)
         for i, way in enumerate(ways):
             dist.destroy_process_group()
             patch.setenv("MASTER_PORT", str(port + i))  # the last group's store may still be there
