@@ -8,10 +8,10 @@ import asyncio
 import atexit
 import contextlib
 import copy
-import gc
 import inspect
 import json
 import os
+import selectors
 import signal
 import threading
 from collections import defaultdict
@@ -31,6 +31,7 @@ from engine.questions.tables import with_numbers
 TIMEOUT = "timeout"  # the part that says which calls took too long
 CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process
 LOST_S = 60.0  # seconds of waiting before it is looked for the reason
+FOR_EVER_S = 1e9
 
 
 def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
@@ -213,7 +214,7 @@ class RewardTask(Task):
     @property
     def num_open(self) -> int:
         """How many tasks the functions have left open in this process."""
-        return sum(len(asyncio.all_tasks(loop)) for loop in LOOP.loops.values())
+        return sum(len(loop.tasks) for loop in LOOP.loops.values())
 
     def take_logged(self) -> dict[str, tuple[float, float]]:
         """(sum, count) of what was logged since the last time."""
@@ -231,7 +232,7 @@ class EventLoop:
 
     def __init__(self) -> None:
         # By process: a fork's child must leave its parent's alone, whose sockets it shares.
-        self.loops: dict[int, asyncio.AbstractEventLoop] = {}
+        self.loops: dict[int, JudgeLoop] = {}
         atexit.register(self.close)
 
     def run(self, coroutine: Coroutine) -> Any:
@@ -246,25 +247,18 @@ class EventLoop:
             while not wait([running], timeout=0.2).done:  # seconds
                 leave_if_signalled()
                 waited_s += 0.2
-                if waited_s > LOST_S:
-                    waited_s = 0.0
-                    lost = [
-                        x for x in gc.get_objects() if type(x) is asyncio.Task and x._log_traceback
-                    ]
-                    if lost:
-                        raise RewardError(
-                            "an async reward waits, perhaps for a task that has failed, of which "
-                            f"nothing has learned: {lost[0]}"
-                        )
+                if waited_s > LOST_S and loop.failed and loop.selector.waits_for_nothing:
+                    raise RewardError(
+                        f"an async reward waits, perhaps for a task that has failed: {loop.failed}"
+                    )
             return running.result()
         except CancelledError as error:
             raise RewardError("an async reward has cancelled all tasks of its loop") from error
         finally:
             running.cancel()  # unless it has ended
 
-    def start(self) -> asyncio.AbstractEventLoop:
-        loop = asyncio.new_event_loop()
-        loop.set_default_executor(DaemonThreads())
+    def start(self) -> "JudgeLoop":
+        loop = JudgeLoop()
         # A Ctrl-C is the run's affair: the processes that the functions start inherit this.
         loop.call_soon(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
         threading.Thread(target=run_for_ever, args=(loop,), daemon=True).start()
@@ -278,6 +272,49 @@ class EventLoop:
 
 
 LOOP = EventLoop()
+
+
+class JudgeLoop(asyncio.SelectorEventLoop):
+    """Holds its tasks until they end: asyncio's own may be collected where no variable holds them.
+
+    It knows whether it waits for nothing at all: no timer, socket, pipe, thread or pool.
+    """
+
+    failed = ""  # the last task that has raised
+
+    def __init__(self) -> None:
+        self.selector = Selector()
+        super().__init__(self.selector)
+        self.set_default_executor(DaemonThreads())
+        self.tasks: set[asyncio.Task] = set()
+
+    def create_task(self, *given: Any, **named: Any) -> asyncio.Task:
+        task = super().create_task(*given, **named)
+        self.tasks.add(task)
+        task.add_done_callback(self.let_go)
+        return task
+
+    def let_go(self, task: asyncio.Task) -> None:
+        self.tasks.discard(task)
+        if task.get_stack():  # of an exception; to ask for that would silence asyncio's own message
+            self.failed = str(task)
+
+    def run_in_executor(self, *call: Any) -> asyncio.Future:
+        """As ever, with a timer until it ends, which shows the selector that it is awaited."""
+        future = super().run_in_executor(*call)
+        timer = self.call_later(FOR_EVER_S, int)
+        future.add_done_callback(lambda _: timer.cancel())
+        return future
+
+
+class Selector(selectors.DefaultSelector):
+    waits_for_nothing = False
+
+    def select(self, timeout: float | None = None) -> list:
+        self.waits_for_nothing = timeout is None and len(self.get_map()) == 1  # the loop's own pipe
+        ready = super().select(timeout)
+        self.waits_for_nothing = False
+        return ready
 
 
 def run_for_ever(loop: asyncio.AbstractEventLoop) -> None:

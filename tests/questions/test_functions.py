@@ -328,14 +328,6 @@ async def cancelled(completions, **kwargs):
     task.cancel()
     await task
 
-async def work_once(answer):
-    answer.set_result(sys.no_such_key)
-
-async def lost(completions, **kwargs):
-    answer = asyncio.Future()
-    OWN.append(asyncio.create_task(work_once(answer)))
-    return await answer
-
 async def exits(completions, **kwargs):
     asyncio.get_running_loop().call_soon(sys.exit, "no key")
     return await asyncio.sleep(0.1, [1.0] * len(completions))
@@ -347,10 +339,7 @@ async def cancels_all(completions, **kwargs):
 
 @pytest.mark.timeout(60)
 def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch, capsys):
-    """Bugs: a queue's worker was cancelled behind the first step, and then where one exited.
-
-    Then a run waited for ever, without a word, for a worker that had raised.
-    """
+    """Bugs: a queue's worker was cancelled behind the first step, and then where one exited."""
     (folder / "queued.py").write_text(QUEUED)
     module = import_file(folder / "queued.py")
     for _ in range(2):
@@ -362,14 +351,76 @@ def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, mon
         paid("queued:cancelled")
     assert paid("queued:exits")[0][0] == {"exits": 1.0, "timeout": 0.0}
     assert "has raised SystemExit('no key')" in capsys.readouterr().out
-    monkeypatch.setattr(reward_functions, "LOST_S", 0.5)
-    with pytest.raises(RewardError, match=r"waits, .*work_once.* has no attribute 'no_such_key'"):
-        paid("queued:lost")
     monkeypatch.setattr(reward_functions, "CLOSE_S", 0.5)
     reward_functions.LOOP.close()  # as at the end of the process
     assert [task.done() for task in module.OWN[:3]] == [True, True, False]
     with pytest.raises(RewardError, match="has cancelled all tasks"):
         paid("queued:cancels_all")
+
+
+LOSES = """
+import asyncio, concurrent.futures, gc, sys, time, weakref
+QUEUE, OWN, GATES, POOL = asyncio.Queue(), [], [], concurrent.futures.ThreadPoolExecutor()
+
+async def work():
+    while True:
+        (await QUEUE.get()).set_result(sys.no_such_key)
+
+async def unheld(**kwargs):
+    asyncio.create_task(work())
+    QUEUE.put_nowait(answer := asyncio.Future())
+    return await answer
+
+async def held(**kwargs):
+    OWN.append(asyncio.create_task(work()))
+    await asyncio.sleep(0)
+    return await unheld()
+
+async def pass_gate(answer):
+    GATES.append(weakref.ref(gate := asyncio.Future()))
+    answer.set_result(await gate)
+
+async def collected(**kwargs):
+    asyncio.create_task(pass_gate(answer := asyncio.Future()))
+    await asyncio.sleep(0)
+    gc.collect()
+    GATES.pop()().set_result([1.0] * 2)
+    return await answer
+
+async def slow(kind, **kwargs):
+    asyncio.create_task(work())
+    QUEUE.put_nowait(None)
+    await asyncio.sleep(0)
+    if kind[0] == "timer":
+        await asyncio.sleep(1)
+    elif kind[0] == "thread":
+        await asyncio.to_thread(time.sleep, 1)
+    elif kind[0] == "pool":
+        await asyncio.get_running_loop().run_in_executor(POOL, time.sleep, 1)
+    elif kind[0] == "pipe":
+        await (await asyncio.create_subprocess_exec("sleep", "1", stdout=-1)).communicate()
+    else:
+        time.sleep(1)
+    return [1.0] * 2
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_run_ends_where_nothing_can_bring_what_its_judge_awaits(folder, monkeypatch, capfd):
+    """Bugs: a worker that nothing held hung the run for good once it had raised, or was collected
+    before. And a task that had failed, and mattered to nobody, ended a run whose call was slow."""
+    monkeypatch.setattr(reward_functions, "LOST_S", 0.4)
+    monkeypatch.setattr(reward_functions, "LOOP", EventLoop())
+    (folder / "loses.py").write_text(LOSES)
+    assert paid("loses:collected")[0][0] == {"collected": 1.0, "timeout": 0.0}
+    for name in ("unheld", "held"):
+        with pytest.raises(
+            RewardError, match=r"waits, .*work\(\).* has no attribute 'no_such_key'"
+        ):
+            paid(f"loses:{name}")
+    for kind in ("timer", "thread", "pool", "pipe", "processor"):
+        monkeypatch.setitem(KINDS[0], "kind", kind)
+        assert paid("loses:slow")[0][0] == {"slow": 1.0, "timeout": 0.0}
 
 
 @pytest.mark.timeout(180)
