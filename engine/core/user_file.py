@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Self
 
 from engine import ROOT
 from engine.core.config import ConfigError
@@ -76,7 +77,7 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
 class naming_mistakes:
     """Make one line of an exception in a function of the user's file, unless it `passes`.
 
-    It stands around each question at the start; a generator in its place would take far longer.
+    One stands around many questions: `question` is the one that it names.
     """
 
     file: str
@@ -86,8 +87,9 @@ class naming_mistakes:
     passes: type[Exception] = RewardError
     form: str = ""  # of the two forms of a text, for an exception that speaks of one
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         leave_if_signalled()
+        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         # An exit would end the run as if all were well.

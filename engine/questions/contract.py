@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,7 @@ from engine.questions.tables import CsvRow, number_in
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 Parts = dict[str, float | None]  # of a reward, by name; None is one that does not apply
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
+FIXED = {str, int, float}  # types whose values nothing can change
 KEYS = json.JSONEncoder(sort_keys=True, default=repr)  # one for all: json.dumps would make many
 
 
@@ -72,38 +73,52 @@ class Task(Contract):
         self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
 
     def pose(self, example: dict) -> list[dict] | str:
-        """The prompt for a question, with the words of the config if it has any.
+        """The prompt for a question, with the words of the config if it has any."""
+        return next(self.pose_all([example]))
+
+    def pose_all(self, examples: Iterable[dict]) -> Iterator[list[dict] | str]:
+        """The prompts for questions, one by one.
 
         task.prompt replaces the plain text or the user's message. task.system_prompt becomes the
         system message, or the beginning of a plain text. An assistant prefix stays.
         """
-        with naming_mistakes(self.file, self.generate_prompt, example):
-            messages = self.generate_prompt(copied(example), options=self.options)  # may change it
-        texts = (self.options.system_prompt, self.options.prompt)
-        system, prompt = (None if text is None else fill(text, example) for text in texts)
-        if isinstance(messages, str):
-            return "\n\n".join(part for part in (system, prompt or messages) if part is not None)
-        if prompt is not None:
-            messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
-        if system is not None:
-            others = [m for m in messages if m["role"] != "system"]
-            messages = [{"role": "system", "content": system}, *others]
-        return messages
+        options = self.options
+        with naming_mistakes(self.file, self.generate_prompt) as guard:
+            for guard.question in examples:
+                example = guard.question
+                messages = self.generate_prompt(copied(example), options=options)  # may change it
+                system = options.system_prompt and fill(options.system_prompt, example)
+                prompt = options.prompt and fill(options.prompt, example)
+                if isinstance(messages, str):
+                    text = prompt or messages
+                    yield text if system is None else f"{system}\n\n{text}"
+                    continue
+                if prompt is not None:
+                    said = {"content": prompt}
+                    messages = [m | said if m["role"] == "user" else m for m in messages]
+                if system is not None:
+                    others = [m for m in messages if m["role"] != "system"]
+                    messages = [{"role": "system", "content": system}, *others]
+                yield messages
 
-    def key_of(self, example: dict) -> str:
-        """The question's key, by the task's own function if it has one."""
-        with naming_mistakes(self.file, self.question_key, example):
-            key = self.question_key(example)
-            if not isinstance(key, str):
-                raise TypeError(f"a key must be a text, not {key!r:.80}")
-        return key
+    def keys_of(self, examples: list[dict]) -> list[str]:
+        """The questions' keys, by the task's own function if it has one."""
+        keys = []
+        with naming_mistakes(self.file, self.question_key) as guard:
+            for guard.question in examples:
+                keys.append(key := self.question_key(guard.question))
+                if not isinstance(key, str):
+                    raise TypeError(f"a key must be a text, not {key!r:.80}")
+        return keys
 
-    def asked(self, example: dict) -> str:
-        """What the model is asked; of an Environment, which may say more, the question's key."""
+    def asked_of(self, examples: list[dict]) -> list[str]:
+        """What the model is asked; of an Environment, which may say more, the questions' keys."""
         if self.Environment is not None:
-            return self.key_of(example)
-        posed = self.pose(example)
-        return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
+            return self.keys_of(examples)
+        return [
+            posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
+            for posed in self.pose_all(examples)
+        ]
 
     def question_text(self, example: dict) -> str:
         """What a person reads of a question; with task.reward it is what the model is asked."""
@@ -132,12 +147,11 @@ def places_of(*names: str) -> re.Pattern:
 def copied(value: Any) -> Any:
     """As copy.deepcopy does it, in less time for what JSON holds."""
     kind = type(value)
-    if kind in (str, int, float):
-        return value
     if kind is list:
-        return [copied(item) for item in value]
+        return [item if type(item) in FIXED else copied(item) for item in value]
     if kind in (dict, CsvRow):
-        return kind({name: copied(item) for name, item in value.items()})
+        items = value.items()
+        return kind({name: i if type(i) in FIXED else copied(i) for name, i in items})
     return copy.deepcopy(value)
 
 
