@@ -24,7 +24,7 @@ from engine.questions.rewards import reward_parts
 from engine.questions.tasks import load_task
 from engine.run.config_file import combine
 from engine.run.mistakes import mistakes_cost_one_line
-from tasks.grader_worker import Worker, WorkerLost, answer_requests
+from tasks.grader_worker import OutOfPatience, Worker, WorkerLost, answer_requests
 
 SIGN = "7305190721"  # code in which this number stands was made of our text
 RUNS: list[str] = []  # of such code
@@ -87,6 +87,9 @@ def attack(
             seen = worker.ask(*texts, deadline=worker.clock() + 2.0)
         except WorkerLost as lost:
             seen = ["hung" if isinstance(lost.__cause__, TimeoutError) else "raised"]
+        except OutOfPatience:
+            print("waited two minutes for nothing: no more strings are tried", file=sys.stderr)
+            break
         for what in seen:
             kind, _, detail = what.partition(": ")
             if detail and not found["raised"]:

@@ -16,8 +16,7 @@ def check_folder(name: str) -> None:
     """Raise ValueError if `name` is a path, not a hub id, and there is no model at it."""
     path = Path(name)
     if not path.exists():
-        is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
-        if is_path or ("/" in name and path.parent.is_dir()):
+        if is_path(name) or ("/" in name and path.parent.is_dir()):
             raise ValueError(no_such_folder(name))
         return
     if not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
@@ -28,6 +27,11 @@ def check_folder(name: str) -> None:
         is_small = file.is_file() and file.stat().st_size < 1_000
         if is_small and file.read_bytes().startswith(b"version https://git-lfs"):
             raise ValueError(f"{file.name} is only a pointer; fetch the file with `git lfs pull`")
+
+
+def is_path(name: str) -> bool:
+    """Whether it is no id of the hub, whatever lies there."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def no_such_folder(name: str) -> str:

@@ -28,7 +28,7 @@ from engine.core.hub import commit_of, fetch_weights
 from engine.core.packages import import_package
 from engine.core.signals import leave_if_signalled
 from engine.core.types import Log, no_log
-from engine.model.folders import FILES_OF_BASE, check_folder, no_such_folder, version_of
+from engine.model.folders import FILES_OF_BASE, check_folder, is_path, no_such_folder, version_of
 from engine.model.precision import choose_compute_dtype
 from engine.model.probes import check_causal, supports_dtype
 from engine.model.tokenizer import check_vocabulary, find_eos_ids, load_tokenizer
@@ -122,10 +122,12 @@ def find_base(settings: ModelSettings, log: Log = no_log) -> ModelSettings | Non
         return None
     import_package("peft", key="it is an adapter")
     base, revision = base_of(Path(file).parent)
-    if not base or (Path(base) / "adapter_config.json").is_file():
+    folder = Path(base)
+    is_gone = not base or (is_path(base) and not folder.is_dir())
+    if is_gone or (folder / "adapter_config.json").is_file():
         raise ValueError(
-            f"its base is {base or 'not named'}, but must be a whole model: name it in "
-            "adapter_config.json (tools.export merges an adapter into its base)"
+            f"its base is {base or 'not named'}, but must be a whole model: put it there, or name "
+            "it in adapter_config.json (tools.export merges an adapter into its base)"
         )
     return at_commit(settings.replace(name=base, revision=revision), log)
 

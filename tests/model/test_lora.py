@@ -276,10 +276,10 @@ SPOILT = {  # what is made of an adapter's weights or set in its config, and wha
         {"modules_to_save": ["lm_head"]},
         "does not fit its base model: 'base_model.model.lm_head.weight'",
     ),
-    # bugs: "expected str, bytes or os.PathLike object, not NoneType"; "need to have sentencepiece"
+    # bugs: "not NoneType"; "need to have sentencepiece"; "Repo id must be in the form"
     "no base": ({"base_model_name_or_path": None}, "its base is not named, but must"),
     "on an adapter": ({"base_model_name_or_path": "HERE"}, "adapter, but must be a whole model"),
-    "a base that is gone": ({"base_model_name_or_path": "/moved/away"}, "/moved/away"),
+    "a base that is gone": ({"base_model_name_or_path": "/moved/away"}, "base is /moved/away, but"),
 }
 
 
