@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Self
 
 from engine import ROOT
 from engine.core.config import ConfigError
@@ -77,7 +76,7 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
 class naming_mistakes:
     """Make one line of an exception in a function of the user's file, unless it `passes`.
 
-    One stands around many questions: `question` is the one that it names.
+    It stands around each question at the start; a generator in its place would take far longer.
     """
 
     file: str
@@ -87,9 +86,8 @@ class naming_mistakes:
     passes: type[Exception] = RewardError
     form: str = ""  # of the two forms of a text, for an exception that speaks of one
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         leave_if_signalled()
-        return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         # An exit would end the run as if all were well.

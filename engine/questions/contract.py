@@ -4,13 +4,14 @@ import copy
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from engine.core.config import Section, TaskSettings
+from engine.core.signals import leave_if_signalled
 from engine.core.text import plain
 from engine.core.user_file import naming_mistakes
 from engine.questions.tables import CsvRow, number_in
@@ -73,52 +74,47 @@ class Task(Contract):
         self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
 
     def pose(self, example: dict) -> list[dict] | str:
-        """The prompt for a question, with the words of the config if it has any."""
-        return next(self.pose_all([example]))
-
-    def pose_all(self, examples: Iterable[dict]) -> Iterator[list[dict] | str]:
-        """The prompts for questions, one by one.
+        """The prompt for a question, with the words of the config if it has any.
 
         task.prompt replaces the plain text or the user's message. task.system_prompt becomes the
         system message, or the beginning of a plain text. An assistant prefix stays.
         """
         options = self.options
-        with naming_mistakes(self.file, self.generate_prompt) as guard:
-            for guard.question in examples:
-                example = guard.question
-                messages = self.generate_prompt(copied(example), options=options)  # may change it
-                system = options.system_prompt and fill(options.system_prompt, example)
-                prompt = options.prompt and fill(options.prompt, example)
-                if isinstance(messages, str):
-                    text = prompt or messages
-                    yield text if system is None else f"{system}\n\n{text}"
-                    continue
-                if prompt is not None:
-                    said = {"content": prompt}
-                    messages = [m | said if m["role"] == "user" else m for m in messages]
-                if system is not None:
-                    others = [m for m in messages if m["role"] != "system"]
-                    messages = [{"role": "system", "content": system}, *others]
-                yield messages
+        leave_if_signalled()
+        try:
+            messages = self.generate_prompt(copied(example), options=options)  # may change it
+        except (Exception, SystemExit):  # no guard, which would double the time of many questions
+            with naming_mistakes(self.file, self.generate_prompt, example):
+                raise
+        system = options.system_prompt and fill(options.system_prompt, example)
+        prompt = options.prompt and fill(options.prompt, example)
+        if isinstance(messages, str):
+            text = prompt or messages
+            return text if system is None else f"{system}\n\n{text}"
+        if prompt is not None:
+            messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
+        if system is not None:
+            others = [m for m in messages if m["role"] != "system"]
+            messages = [{"role": "system", "content": system}, *others]
+        return messages
 
-    def keys_of(self, examples: list[dict]) -> list[str]:
-        """The questions' keys, by the task's own function if it has one."""
-        keys = []
-        with naming_mistakes(self.file, self.question_key) as guard:
-            for guard.question in examples:
-                keys.append(key := self.question_key(guard.question))
-                if not isinstance(key, str):
-                    raise TypeError(f"a key must be a text, not {key!r:.80}")
-        return keys
+    def key_of(self, example: dict) -> str:
+        """The question's key, by the task's own function if it has one."""
+        try:
+            key = self.question_key(example)
+            if not isinstance(key, str):
+                raise TypeError(f"a key must be a text, not {key!r:.80}")
+        except (Exception, SystemExit):  # as in `pose`
+            with naming_mistakes(self.file, self.question_key, example):
+                raise
+        return key
 
-    def asked_of(self, examples: list[dict]) -> list[str]:
-        """What the model is asked; of an Environment, which may say more, the questions' keys."""
+    def asked(self, example: dict) -> str:
+        """What the model is asked; of an Environment, which may say more, the question's key."""
         if self.Environment is not None:
-            return self.keys_of(examples)
-        return [
-            posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
-            for posed in self.pose_all(examples)
-        ]
+            return self.key_of(example)
+        posed = self.pose(example)
+        return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])
 
     def question_text(self, example: dict) -> str:
         """What a person reads of a question; with task.reward it is what the model is asked."""

@@ -82,13 +82,13 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     num = config.validation.num_examples
     rows = load_examples(task, "validation", num_examples=num, seed=0, exclude=[], log=log)
     # Equal questions would narrow the interval.
-    rows = [*dict(zip(task.keys_of(rows), rows, strict=True)).values()]
+    rows = [*{task.key_of(row): row for row in rows}.values()]
     set_number_columns(task, log)
     try:
         check_functions(task, rows[0], config.training.max_new_gen_tokens)
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError(str(error)) from error
-    return [*dict(zip(task.asked_of(rows), rows, strict=True)).values()]
+    return [*{task.asked(row): row for row in rows}.values()]
 
 
 def those_that_fit(
@@ -205,7 +205,7 @@ def load_examples(
     *,
     num_examples: int | None,
     seed: int,
-    exclude: list[dict],
+    exclude: Iterable[dict],
     log: Log = no_log,
 ) -> list[dict]:
     """The questions of one split, "train" or "validation", without those equal to `exclude`'s.
@@ -269,24 +269,24 @@ def load_rows(
     rows = parse_table(table, task, source, no_log if is_known else log)
     if not is_divided or (task.functions and split == "train"):
         return rows  # those of validation are excluded later
-    keys = task.keys_of(rows)
     if not task.functions:
-        return [row for row, key in zip(rows, keys, strict=True) if is_in_split(key, split)]
+        return [row for row in rows if is_in_split(task.key_of(row), split)]
     # task.reward's hold out as many as are asked for, not 1 question in 8; half is left to train on
-    by_hash = sorted(zip(map(hash_of, keys), itertools.count(), rows))
-    return [row for *_, row in by_hash[: min(num_examples, (len(rows) + 1) // 2)]]
+    rows = sorted(rows, key=lambda row: hash_of(task.key_of(row)))
+    return rows[: min(num_examples, (len(rows) + 1) // 2)]
 
 
-def are_others(task: Task, questions: list[dict], known: list[dict]) -> list[bool]:
+def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list[bool]:
     """Whether each question is none of the known ones, by its key and by what the model is asked.
 
     Equal questions may stand in two files with other columns beside them, such as an id.
     """
-    names = {*task.keys_of(known), *task.asked_of(known)}
-    if not names:  # where nothing is held out nothing need be asked
-        return [True] * len(questions)
-    both = zip(task.keys_of(questions), task.asked_of(questions), strict=True)
-    return [names.isdisjoint(one) for one in both]
+    names = {name for row in known for name in (task.key_of(row), task.asked(row))}
+    # Where nothing is held out nothing need be asked.
+    return [
+        not names or (task.key_of(row) not in names and task.asked(row) not in names)
+        for row in questions
+    ]
 
 
 def load_table(
