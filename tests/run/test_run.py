@@ -1,10 +1,13 @@
 """Whole runs of main.py: what they leave behind, on one rank and on two, and what they refuse."""
 
+import itertools
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import harness
 import numpy as np
@@ -14,7 +17,8 @@ from harness import ENVIRONMENT, ROOT, read_jsonl, read_rows, train
 import main
 from engine.core.distributed import World
 from engine.questions.tasks import built_in_tasks
-from engine.run.state import Run
+from engine.run.state import Run, State
+from engine.update.optimizer import Outcome, Update
 
 SIZES = ["training.warmup_steps=0", "training.learning_rate=0.003", "training.lr_schedule=linear"]
 SIZES += ["training.max_new_gen_tokens=12", "validation.every=1", "validation.num_examples=7"]
@@ -84,6 +88,44 @@ def test_no_rank_takes_a_model_for_the_best_that_is_broken_on_another(
     best = json.loads((tmp_path / "x/best/best.json").read_text())
     assert (best["best"], best["best_step"]) == (0.5, 2)
     assert output.count("1 completions ended at logits that were not finite") == 1
+
+
+def test_where_a_run_is_follows_from_all_that_has_happened():
+    """Each field, a second time from the whole history of its steps, evaluations and saves."""
+    random = Random(harness.seed())
+    events = ["saved", "evaluated", *itertools.product(Outcome, (False, True))]
+    for _ in range(500):
+        run, steps, scores = SimpleNamespace(state=State()), [], {}
+        for position in range(1, random.randrange(2, 15)):
+            event = random.choice(events)
+            if event == "saved":
+                run.state.is_saved = True
+            elif event == "evaluated":
+                run.state.remember_score(position / 8)
+                scores[len(steps)] = position / 8
+            else:
+                Run.end_step(run, Update(event[0], moved_weights=event[1]), position)
+                steps.append((position, *event))
+        skipped = [outcome in (Outcome.BROKEN, Outcome.OVERFLOWED) for _, outcome, _ in steps]
+        moved = [i for i, (*_, is_moved) in enumerate(steps, 1) if is_moved]
+        judged = "".join(
+            "x" if o is Outcome.BROKEN else "." for _, o, _ in steps if o is not Outcome.OVERFLOWED
+        )
+        expected = State(
+            step=len(steps),
+            position=steps[-1][0] if steps else 0,
+            first_score=scores.get(0),
+            last_score=[None, *scores.values()][-1],
+            skipped_steps=sum(skipped),
+            skipped_in_a_row=len(judged) - len(judged.rstrip("x")),
+            changed_at=max(
+                [0, *moved, *(i for i, is_skipped in enumerate(skipped, 1) if not is_skipped)]
+            ),
+            evaluated_at=max(scores, default=-1),
+            has_trained=bool(moved),
+            is_saved=event == "saved",
+        )
+        assert run.state == expected, steps
 
 
 ASK_EACH = """

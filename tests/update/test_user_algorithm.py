@@ -1,5 +1,6 @@
 """An advantage and a loss of the user's own take the place of ours, and of nothing else."""
 
+import itertools
 import math
 import re
 from types import SimpleNamespace
@@ -23,12 +24,20 @@ MY_ALGO = (
     f"import torch\n{RLOO}\n{CLIP}"
     + """
 def by_length(rewards, lengths, truncated, parts, **kwargs):
-    assert lengths.shape == truncated.shape == parts["answer"].shape == rewards.shape
-    return rewards / lengths
+    return rewards / lengths + 10 * parts["answer"] + 100 * truncated
 
 def ppo(log_probs, old_log_probs, advantages, mask, **kwargs):
     ratio = (log_probs - old_log_probs).exp()
     return -(ratio * advantages).minimum(ratio.clamp(0.8, 1.2) * advantages)
+
+def dppo(log_probs, old_log_probs, advantages, mask, sampler_log_probs, **kwargs):
+    moved = (log_probs.exp() - sampler_log_probs.exp()).detach()
+    is_masked = (moved.abs() > 0.001) & (advantages * moved > 0)
+    ratio = (log_probs - sampler_log_probs).masked_fill(is_masked, -torch.inf).exp()
+    return -ratio * advantages
+
+def distill(log_probs, old_log_probs, advantages, mask, ref_log_probs, **kwargs):
+    return -(ref_log_probs - old_log_probs) * log_probs
 
 def by_pairs(rewards, lengths, truncated, parts, **kwargs):
     assert rewards.shape == (3, 4) and set(parts) == {"format", "answer"}
@@ -80,28 +89,41 @@ def test_leave_one_out_is_the_means_advantage_times_g_over_g_minus_1():
     num = len(groups[0])
     expected = num / (num - 1) * advantages_by("mean", groups)
     assert np.abs(advantages_by("my_algo:rloo", groups) - expected).max() < 1e-12
-    lengths = np.array([[len(t.completion.token_ids) for t in group] for group in groups])
-    rewards = np.array([[t.reward for t in group] for group in groups])
-    assert np.array_equal(advantages_by("my_algo:by_length", groups), rewards / lengths)
+    for i, t in enumerate(itertools.chain(*groups)):
+        t.reward_parts["answer"] = i
+    told = [
+        [(len(t.completion.token_ids), t.completion.truncated, t.reward) for t in g] for g in groups
+    ]
+    lengths, truncated, rewards = np.moveaxis(np.array(told), 2, 0)
+    expected = rewards / lengths + 10 * np.arange(2 * num).reshape(2, num) + 100 * truncated
+    assert np.array_equal(advantages_by("my_algo:by_length", groups), expected)
     names = ("training.advantage=my_algo:rloo", "training.policy_loss=my_algo:clip_higher")
     try_algorithm(config_of(*GRPO, *names), alone())  # README's and the docs' functions are taken
 
 
-def test_ppo_as_a_user_writes_it_moves_the_weights_as_ours(rotary_model_folder):
-    """Of our three passes the first is REINFORCE, the user's is not: its ratio is 1, so all agree.
+@pytest.mark.parametrize("own", ["ppo", "dppo", "distill"])
+def test_a_loss_of_ours_that_a_user_writes_moves_the_weights_as_ours(
+    rotary_model_folder, teacher_folder, own
+):
+    """Of our three passes the first is REINFORCE, PPO's is not: its ratio is 1, so all agree.
 
     A gradient of exactly 0 makes no step: AdamW would move the weights on by its averages.
     """
-    weights = []
-    for name in ("ppo", "my_algo:ppo"):
-        options = ("training.num_iterations=3", f"training.policy_loss={name}")
-        policy, config = make_policy(rotary_model_folder, is_exact=True), config_of(*GRPO, *options)
+    weights, is_taught = [], own == "distill"
+    options = ["training.num_iterations=3", "training.dppo_delta=0.001"]
+    if is_taught:
+        options = ["training.learning_type=distill", f"model.teacher={teacher_folder}"]
+    for name in ("ppo" if is_taught else own, f"my_algo:{own}"):
+        given = (*GRPO, *options, f"training.policy_loss={name}")
+        policy = make_policy(rotary_model_folder, *given, is_exact=True)
+        config = config_of(*given)
         optimizer = make_optimizer(policy.model, config.training)
         update(policy, optimizer, make_groups(config, EASY, HARD), config)
         weights.append(weights_of(policy))
-        result = update(policy, optimizer, make_groups(config, EQUAL), config)
-        assert result.outcome is Outcome.NOTHING_TO_TRAIN_ON and not result.moved_weights
-        weights.append(weights_of(policy))
+        if not is_taught:
+            result = update(policy, optimizer, make_groups(config, EQUAL), config)
+            assert result.outcome is Outcome.NOTHING_TO_TRAIN_ON and not result.moved_weights
+            weights.append(weights_of(policy))
     assert all(np.array_equal(weights[0], others) for others in weights)
 
 
