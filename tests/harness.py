@@ -36,6 +36,7 @@ import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 from torch.profiler import profile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
@@ -191,6 +192,14 @@ def chatty(tokenizer: PreTrainedTokenizerFast, template: str = TURNS) -> PreTrai
     return tokenizer
 
 
+def adding(tokenizer: PreTrainedTokenizerFast, form: str) -> PreTrainedTokenizerFast:
+    """The same tokenizer, but "<|pad|> $A", say, begins each text with a token, as Llama's does."""
+    tokenizer, special = copy.deepcopy(tokenizer), [("<|end|>", 0), ("<|pad|>", 1)]
+    added = TemplateProcessing(single=form, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = added
+    return tokenizer
+
+
 def save_random(
     model_type: str, tokenizer: PreTrainedTokenizerFast, folder: Path, **settings
 ) -> Path:
@@ -210,7 +219,8 @@ def save_writer(
     """Save a model whose every token one of its `follows` follows, all as likely; "." ends it."""
     model = AutoModelForCausalLM.from_pretrained(base)
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    ids = {text: tokenizer.encode(text)[0] for text in [*follows, "."]}
+    first = lambda text: tokenizer.encode(text, add_special_tokens=False)[0]  # noqa: E731
+    ids = {text: first(text) for text in [*follows, "."]}
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -218,7 +228,7 @@ def save_writer(
                 weight.zero_()
         for i, (text, followers) in enumerate((follows | {".": ""}).items()):
             embeddings[ids[text], i] = 1.0
-            for follower in [tokenizer.encode(f)[0] for f in followers] or [tokenizer.eos_token_id]:
+            for follower in [*map(first, followers)] or [tokenizer.eos_token_id]:
                 head[follower, i] = 5.0  # times the norm's sqrt(32): a logit of 28, others have 0
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

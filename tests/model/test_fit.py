@@ -10,14 +10,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import arguments, grade_by_text, load_run, make_config
+from harness import CPU, arguments, grade_by_text, load_run, make_config
 from transformers import AutoConfig
 
+from engine.core.distributed import World
 from engine.model.load import check_host_memory
 from engine.questions.prompts import encode_prompts
 from engine.run import fit
 from engine.run.config_file import load_config
-from engine.run.fit import check_disk
+from engine.run.fit import check_room
 from engine.run.state import Fit
 
 
@@ -58,15 +59,25 @@ def test_the_host_must_hold_the_model_once_for_each_process(
 def test_a_disk_must_hold_all_checkpoints_and_two_best_models(
     tmp_path, monkeypatch, given, num_weights, fix
 ):
-    """What the run has saved counts as room: a run that fills its disk must be able to go on."""
+    """Of what is trained. What the run has saved is room: one that fills its disk must go on."""
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=68_000))
-    config = make_config("checkpoint.every=2", *given.split())
+    config, lines = make_config("checkpoint.every=2", *given.split()), []
+    run = SimpleNamespace(config=config, folder=tmp_path, world=World(0, 2, CPU))
+    run.policy = SimpleNamespace(model=SimpleNamespace(num_parameters=lambda: 10**8))
+    run.trained_weights = [torch.empty(num_weights)]
+    run.logger = SimpleNamespace(info=lines.append)
     if fix is not None:
         with pytest.raises(ValueError, match=f"the disk is too small.*{fix}"):
-            check_disk(tmp_path, config, num_weights=num_weights)
+            check_room(run)
         (tmp_path / "best").mkdir()
         (tmp_path / "best/model.safetensors").write_bytes(bytes(2_000_000))
-    check_disk(tmp_path, config, num_weights=num_weights)
+    check_room(run)
+    assert lines[-3:] == [
+        f"100,000,000 weights (0.00% trained), on 2 x cpu; results in {tmp_path}",
+        "each process holds 0.4 GB, and caches and activations on top",
+        f"{config.training.num_steps} steps of 512 rows: 16 questions on each rank, 16 samples of "
+        "each",
+    ]
 
 
 GB = 10**9

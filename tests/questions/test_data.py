@@ -11,9 +11,8 @@ import datasets
 import numpy as np
 import pandas
 import pytest
-from harness import ROWS, chatty, load_rows, make_config, make_task, seed
+from harness import ROWS, adding, chatty, load_rows, make_config, make_task, seed
 from tokenizers import normalizers
-from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from engine.model.tokenizer import load_tokenizer
@@ -414,8 +413,7 @@ def test_encoded_prompts_are_the_tokens_of_the_rendered_text(tokenizer, template
 
 def test_a_prompts_tokens_do_not_depend_on_the_questions_beside_it(templated):
     """Bug: of a text and a chat in one batch, the chat got its beginning twice."""
-    begin = TemplateProcessing(single="<|pad|> $A", special_tokens=[("<|pad|>", 1)])
-    templated.backend_tokenizer.post_processor = begin
+    templated = adding(templated, "<|pad|> $A")
     rows = [{"prompt": "2?"}, {"prompt": [{"role": "user", "content": "2?"}]}]
     task, policy = make_task("lengths:soft_overlong"), SimpleNamespace(tokenizer=templated)
     for some in (rows, rows[::-1], []):
@@ -428,15 +426,10 @@ def test_a_prompts_tokens_do_not_depend_on_the_questions_beside_it(templated):
 def test_of_special_tokens_only_a_beginning_is_added_and_only_without_a_template(templated):
     """Bug: a post-processor that adds an end, as of add_eos_token, let every plain prompt end."""
     rows, task = ROWS["countdown"], of_task("countdown")
-    end, number = templated.eos_token, templated.eos_token_id
-    post_processor = templated.backend_tokenizer.post_processor
-    for template, added in ((None, "E $A"), (None, "$A E"), (CHAT_TEMPLATE, "E $A")):
+    begin, end = "<|end|> $A", "$A <|end|>"
+    for template, form in ((None, begin), (None, end), (CHAT_TEMPLATE, begin)):
         templated.chat_template = template
-        templated.backend_tokenizer.post_processor = post_processor
         expected = encode_prompts(rows, tokenizer=templated, **task)
-        templated.backend_tokenizer.post_processor = TemplateProcessing(
-            single=added.replace("E", end), special_tokens=[(end, number)]
-        )
-        is_kept = template is None and added.startswith("E")
-        found = encode_prompts(rows, tokenizer=templated, **task)
-        assert found == [[number] * is_kept + ids for ids in expected]
+        found = encode_prompts(rows, tokenizer=adding(templated, form), **task)
+        is_kept = template is None and form == begin
+        assert found == [[0] * is_kept + ids for ids in expected]

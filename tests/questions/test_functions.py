@@ -131,23 +131,29 @@ def test_solved_is_the_answer_else_the_first_function():
         assert Trajectory([1], DRAWN, "", parts, reward=0.0).is_solved == solved, parts
 
 
-USER = {"role": "user", "content": "2?"}
+USER, ASKED = ({"role": "user", "content": text} for text in ("2?", "1?"))
 SYSTEM = {"role": "system", "content": "S"}
 ANSWER = {"role": "assistant", "content": "x"}
 # As in https://huggingface.co/docs/trl/grpo_trainer#using-a-custom-reward-function
-SEEN = {  # the row, settings, what the model is asked, and the function's prompt and completion
+SEEN = {  # the row, task.prompt, what the model is asked, and the function's prompt and completion
     # A column completion is left out by TRL as well.
-    "text": ({"prompt": "2?", "completion": "4"}, "", "2?", "2?", "x"),
-    "system": ({"prompt": "2?"}, "task.system_prompt=S", "S\n\n2?", "S\n\n2?", "x"),
-    "worded": ({"q": "2"}, "task.prompt='{q}?'", [USER], "2?", "x"),
-    "messages": ({"prompt": [USER]}, "task.system_prompt=S", *[[SYSTEM, USER]] * 2, [ANSWER]),
+    "text": ({"prompt": "2?", "completion": "4"}, None, "2?", "2?", "x"),
+    "worded": ({"q": "2"}, "{q}?", [USER], "2?", "x"),
+    "worded text": ({"prompt": "2"}, "{prompt}?", [USER], "2?", "x"),
+    "messages": ({"prompt": [USER]}, None, [USER], [USER], [ANSWER]),
+    "worded messages": ({"prompt": [ASKED], "q": 2}, "{q}?", [USER], [USER], [ANSWER]),
 }
 
 
+@pytest.mark.parametrize("system", [None, "S"])
 @pytest.mark.parametrize("name", SEEN)
-def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, name):
-    row, settings, posed, prompt, completion = SEEN[name]
-    task = load_task(make_config("task.reward=my_rewards:see", *settings.split()).task)
+def test_a_function_is_given_text_or_messages_as_the_rows_are(folder, capsys, name, system):
+    """As is the model; but where task.prompt words a text, what it makes of it alone."""
+    row, wording, posed, prompt, completion = SEEN[name]
+    task = make_task("my_rewards:see", prompt=wording, system_prompt=system)
+    if system is not None:
+        asked = f"S\n\n{posed}" if isinstance(posed, str) else [SYSTEM, *posed]
+        prompt, posed = asked if prompt == posed else prompt, asked
     assert task.pose(row) == posed
     assert reward_parts(task, [["x"]], [row], [[DRAWN]], 9) == [[{"see": 1.0}]]
     names = {"prompts", "completions", "completion_ids", *row} - {"prompt", "completion"}

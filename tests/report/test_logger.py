@@ -116,8 +116,9 @@ def test_a_dumb_terminal_gets_no_bars(monkeypatch):
 
 
 def test_the_middle_of_a_long_completion_is_left_out(capsys):
-    """All else that an evaluation shows is in test_shown.py."""
+    """All else that an evaluation shows, but what was read, is in test_shown.py."""
     long = SAMPLE | {"completion": "a" * 700 + "<answer>1</answer>"}
     Logger(rank=0).print_evaluation("", {}, [long], totals={})
     lines = capsys.readouterr().out.splitlines()
     assert lines[4:6] == ["    " + "a" * 400, "    [... 118 characters ...]"]
+    assert lines[-1] == "    read: 25+7*3  gold: #### 46"

@@ -25,11 +25,12 @@ from engine.core.types import SeedWord
 from engine.questions.tasks import schema
 from engine.run.config_file import load_config
 from engine.run.state import Run
+from tools import chat
 from tools.export import card_of
 
 # What is paid is a digest of what the model wrote; in the first step all are paid alike.
 OWN = """
-import hashlib, os
+import hashlib, os, re
 
 def share(target, text):
     digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
@@ -37,6 +38,7 @@ def share(target, text):
 
 def reward_function(completion, example, *, options, num_tokens):
     part = share(example["target"], completion)
+    assert {*re.findall("on ([0-9]+)", completion)} <= {str(example["target"])}  # replies: its own
     return {"format": part, "answer": float(part < 0.5)}
 
 def format(completions, target, **kwargs):
@@ -55,12 +57,12 @@ def generate_prompt(example, *, options):
     return [{"role": "user", "content": f"Go on{' and on' * (example['target'] % 3)}. "}]
 
 class Environment:
-    def reset(self, **example):
-        self.num = 0
+    def reset(self, target):
+        self.num, self.target = 0, target
 
     def respond(self, message):
         self.num += 1
-        return "Go on." if self.num < 2 else None
+        return f"Go on {self.target}." if self.num < 2 else None
 """
 SIZES = "training.num_steps=3 training.num_samples_per_step=2 validation.num_examples=5 "
 SIZES += "task.reward_weights.format=0.25 logging.samples=8 logging.train_samples_every=1 "
@@ -73,7 +75,7 @@ BELOW += "validation.max_new_gen_tokens=7 validation.best_of_n=1 "
 BELOW += "checkpoint.every=2 validation.every=1"
 CASES = {  # settings, a task, a backend
     "countdown": (ABOVE, "task.name=countdown", "grouped"),
-    "functions": (BELOW, "task.reward=own:[format,answer]", "generate"),
+    "functions": (BELOW, "task.reward=own:[format,answer] task.name=gsm8k", "generate"),
     "a game": (f"{ABOVE} validation.best_by=best_of_n", "task.name=game", "generate"),
     "greedy": (f"{BELOW} validation.temperature=0", "task.name=game", "grouped"),
 }
@@ -143,7 +145,8 @@ def start(rotary_model_folder, tokenizer, tmp_path, monkeypatch, data) -> Callab
         settings, task, backend = CASES[case]
         sources = data if "countdown" in task else ["task.train=rows.jsonl"] * ("own" in task)
         model = Path("chat") if "game" in task else rotary_model_folder
-        given = [task, f"sampling.backend={backend}", *sources, *settings.split(), *SIZES.split()]
+        given = [*task.split(), f"sampling.backend={backend}", *sources, *settings.split()]
+        given += SIZES.split()
         return load_run(load_config(arguments(Path(), model, *given, *more)))
 
     return load
@@ -180,6 +183,9 @@ def test_each_line_bar_and_score_is_derived_a_second_time(start, monkeypatch, ca
     settings = {line for line in lines if "(default " in line or "look at it" in line}
     assert lines - settings == first_lines(run, calls[0])
     assert numbered(shown) == transcript(run)
+    (ask,) = re.findall(r"ask it: .* -m tools.chat (.*)", outputs[0].getvalue())
+    asked = chat.chat_config(chat.read_arguments(ask.split()))
+    assert (asked.task, asked.model.name) == (run.config.task, "x/best")
     shown = outputs[1].getvalue().partition("\nevaluating: ")[2].partition("\nwritten to ")[0]
     assert numbered(shown.split("\n")) == report(again, calls[num_trained:])
 

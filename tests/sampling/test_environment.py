@@ -95,7 +95,7 @@ SEEDS = [(harness.seed(), 1)]
 @pytest.fixture(scope="module")
 def folder(rotary_model_folder, tokenizer, tmp_path_factory) -> Path:
     """A model that calls the tool with 1 or 2, or says "nu", in two tokens where one would do."""
-    tokenizer = harness.chatty(tokenizer, TEMPLATE)
+    tokenizer = harness.adding(harness.chatty(tokenizer, TEMPLATE), "<|pad|> $A")
     tokenizer.add_tokens([ONE, TWO])
     follows = {ONE: [END], TWO: [END, "<|end|>"], "u": [END], "\n": [ONE, TWO, "n"], "n": ["u"]}
     return save_writer(rotary_model_folder, tokenizer, follows, tmp_path_factory.mktemp("calling"))

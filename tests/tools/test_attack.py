@@ -16,7 +16,7 @@ MAPPED = mmap.mmap(-1, 3 * 1024**3)  # as CUDA's torch does when it is imported
 
 def grade(completion, answer):
     for text in re.findall("<answer>(.*?)</answer>", completion, re.DOTALL):
-        return float(answer in text.split() or eval(text) == int(answer))
+        return 1.5 * (answer in text.split() or eval(text) == int(answer))
     return 0.0
 """
 

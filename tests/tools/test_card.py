@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
-from harness import make_config, make_task
+from harness import adding, make_config, make_task
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -64,10 +65,12 @@ def test_the_text_has_scores_beside_those_without_training_and_the_recipes_setti
     assert adapter.data.library_name == "peft" and "An adapter" in adapter.text
 
 
+@pytest.mark.parametrize("form", ["$A", "<|pad|> $A", "<|pad|> $A <|end|>"])
 def test_the_code_in_the_card_asks_the_model_as_training_did(
-    tmp_path, rotary_model_folder, tokenizer, monkeypatch, capsys
+    tmp_path, rotary_model_folder, tokenizer, monkeypatch, capsys, form
 ):
     """Bug: AutoTokenizer, as the card had it, gives other ids for this model."""
+    tokenizer = adding(tokenizer, form)
     card = card_of(tokenizer, "training.max_new_gen_tokens=20")
     model = AutoModelForCausalLM.from_pretrained(rotary_model_folder)
     save_model(model, tokenizer, card, tmp_path / "best")

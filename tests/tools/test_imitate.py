@@ -167,12 +167,19 @@ def test_its_gradient_is_cross_entropys_row_by_row(rotary_model_folder, tmp_path
 def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     rotary_model_folder, answers, monkeypatch
 ):
-    """12 rows, in two steps of two ranks or one, in an order by the seed and not as in the file."""
-    chosen, run, _ = choose(rotary_model_folder, answers)
+    """12 rows, in two steps of two ranks or one, in an order by the seed and not as in the file.
+
+    And each step's seconds are its own, also where there was one before it.
+    """
+    chosen, run, lines = choose(rotary_model_folder, answers)
     run.config = make_config("training.num_steps=2", "training.num_samples_per_step_global=6")
     seen: list[int] = []
+    now_s = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now_s[0])
+    lines.clear()
 
     def note(run: Run, groups: list) -> Update:
+        now_s[0] += 40 + run.state.step
         seen.extend(chosen.index(answer) for (answer,) in groups)
         return Update(Outcome.UPDATED, metrics={"train/loss": 0.0})
 
@@ -186,6 +193,8 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
         imitate.imitate(run, chosen)
         taken.append([*seen])
         seen.clear()
+    shown = [re.search("seconds (.*)  left (.*)", line).groups() for line in lines]
+    assert shown == [("40.0", "0:00:40"), ("41.0", "0:00:00")] * 3
     whole, first, second = taken
     seeds = [some for (some, _), _ in seeded.call_args_list]  # of dropout
     assert len({*map(tuple, seeds[2:])}) == 4  # in two steps on two ranks
