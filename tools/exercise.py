@@ -60,11 +60,12 @@ def changed(changes: list[dict[str, str]]) -> tuple[dict[str, str], str, int]:
     return texts, file, next(n for n, (old, new) in enumerate(lines, start=1) if old != new)
 
 
-def copy_to(folder: Path, names: set[str], texts: dict[str, str]) -> Path:
+def copy_to(folder: Path, names: set[str], changes: list[dict[str, str]], page: str) -> None:
+    texts, _, _ = changed(changes)
     folder = shutil.copytree(ROOT, folder.expanduser(), ignore=partial(not_copied, names))
     for name, text in texts.items():
         (folder / name).write_text(text, "utf-8")
-    return folder
+    print(f"written: {folder}; docs/exercises/{page}.md says how to go on")
 
 
 def not_copied(copied: set[str], folder: str, names: list[str]) -> set[str]:
@@ -74,41 +75,36 @@ def not_copied(copied: set[str], folder: str, names: list[str]) -> set[str]:
 def is_found(guess: str, file: str, line: int) -> bool:
     """Whether FILE:LINE, of the copy, is within two lines of the bug."""
     place = re.fullmatch(r"(.+):(\d+)", guess)
-    name = Path(place[1]).as_posix() if place else ""  # without ./
-    is_theirs = name.split("/")[0] in COPIED and name.split("/")[-1] not in OURS
-    if not is_theirs or not (ROOT / name).is_file():
+    if not place or not (ROOT / place[1]).is_file():
         raise ValueError(f"--check {guess}: name a file of the copy and a line, as main.py:210")
-    return name == file and abs(int(place[2]) - line) <= 2
+    return Path(place[1]) == Path(file) and abs(int(place[2]) - line) <= 2
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tools.exercise", description=__doc__.split("\n")[0])
-    parser.add_argument("number", type=int, nargs="?", help="of the exercise, 1 to 10")
+    parser.add_argument("number", type=int, nargs="?", help="exercise 1 to 10, function 1 to 6")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("folder", type=Path, nargs="?", help="of the copy, a new one")
     what.add_argument("--check", metavar="FILE:LINE", help="two lines more or less are right")
     what.add_argument("--symptom", metavar="N", help="1 to 10, without 6")
     what.add_argument("--write", type=Path, metavar="FOLDER", help="a new one")
-    what.add_argument("--test", nargs="+", metavar=("FOLDER", "N"), help="N: 1 to 6")
+    what.add_argument("--test", type=Path, metavar="FOLDER", help="all six without a number")
     parser.add_argument("--draw", type=int, default=0, help="another number: other rewrites")
     options = parser.parse_args()
     with mistakes_cost_one_line():
         if options.symptom:
             draw = [sys.executable, "benchmarks/draw_symptom.py", options.symptom]
             sys.exit(subprocess.run(draw, cwd=ROOT).returncode)
-        if options.write:
-            texts, _, _ = changed(read_changes(ANSWERS / "cut.txt"))
-            folder = copy_to(options.write, PLAIN, texts)
-            return print(f"written: {folder}; docs/exercises/write.md says how to go on")
         if options.test:
             from tools.written import check
 
-            folder, *numbers = options.test
-            sys.exit(not check(Path(folder), int(*numbers) if numbers else None))
-        texts, file, line = changed(changes_of(options.number, options.draw))
+            sys.exit(not check(options.test, options.number))
+        if options.write:
+            return copy_to(options.write, PLAIN, read_changes(ANSWERS / "cut.txt"), "write")
+        changes = changes_of(options.number, options.draw)
         if options.folder:
-            folder = copy_to(options.folder, COPIED, texts)
-            return print(f"written: {folder}; docs/exercises/{options.number:02}.md asks about it")
+            return copy_to(options.folder, COPIED, changes, f"{options.number:02}")
+        _, file, line = changed(changes)
         if not is_found(options.check, file, line):
             sys.exit("no: the bug is not there")
         print(f"right: docs/exercises/answers/{options.number:02}.md explains it")

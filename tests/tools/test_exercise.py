@@ -44,7 +44,7 @@ def test_a_copy_runs_without_git_and_a_mistake_is_one_line(tmp_path, call, pytho
     how = {"cwd": folder, "env": USERS_ENVIRONMENT, "capture_output": True, "text": True}
     result = subprocess.run(command, timeout=120, **how)
     assert result.returncode == 0 or "no step has trained" in result.stdout, result.stderr
-    mistaken = (folder, "--check=main.py", "--check=main.p:8", "--check=tools/exercise.py:8")
+    mistaken = (folder, "--check=main.py", "--check=main.p:8")
     for arguments in ([11, tmp_path / "new"], *([5, mistake] for mistake in mistaken)):
         status, printed, error = call(exercise, *arguments)
         assert (status, printed, error.count("\n")) == (2, "", 1) and error.startswith("error: ")
