@@ -31,6 +31,7 @@ from harness import (
     finish,
     grade_by_text,
     load_run,
+    make_config,
     program,
     read_jsonl,
     read_rows,
@@ -262,7 +263,7 @@ def best_of(run: Path) -> tuple[float, int]:
 
 def told_of(copy: Path) -> tuple[float, int]:
     """The best score and its step that a run which goes on from there knows, and would sum up."""
-    config, logger = load_config(["checkpoint.resume=auto"]), SimpleNamespace(warning=print)
+    config, logger = make_config("checkpoint.resume=auto"), SimpleNamespace(warning=print)
     run = SimpleNamespace(folder=copy / "x", config=config, logger=logger, state=State())
     _, saved = resume.find_saved(run)
     run.lock.close()
