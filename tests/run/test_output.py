@@ -11,14 +11,15 @@ from transformers.utils import logging as transformers_logging
 SIZE = "model.name=tiny training.num_steps=1 training.warmup_steps=0 training.k_best_of_n=[4,4] "
 SIZE += "training.num_samples_per_step=2 training.max_new_gen_tokens=40 validation.num_examples=4 "
 SIZE += "validation.best_of_n=2 run.dir=HERE"
+FEW = f"{SIZE} task.max_train_examples=99"  # which plain.py does not read
 SIL = "training.learning_type=sil training.k_best_of_n=[1,4] model.lora={'r':2} run.name=sil"
 COMMANDS = {  # in this order: ranks, script, what it is given beside the folder
-    "first": (2, "main.py", f"{SIZE} run.name=x"),
-    "evaluate": (1, "main.py", f"{SIZE} run.name=x mode=evaluate"),
+    "first": (2, "main.py", f"{FEW} run.name=x"),
+    "evaluate": (1, "main.py", f"{FEW} run.name=x mode=evaluate"),
     "chat": (1, "tools/chat.py", "HERE/x/best training.max_new_gen_tokens=2"),
     "report": (1, "tools/report.py", "HERE/x"),
-    "plain": (2, "plain.py", f"{SIZE} run.name=plain"),
-    "sil, LoRA": (1, "main.py", f"{SIZE} {SIL}"),
+    "plain": (1, "plain.py", f"{SIZE} run.name=plain"),
+    "sil, LoRA": (1, "main.py", f"{FEW} {SIL}"),
 }
 # A pattern for each line
 OURS = (ROOT / "tests/run/output.txt").read_text().splitlines()
