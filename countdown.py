@@ -198,7 +198,7 @@ def extract_answer(completion: str, example: dict, *, options: Options) -> str |
     answer = find_answer(completion)
     if answer is None or len(answer) > MAX_ANSWER_CHARS:
         return None
-    return answer.strip().replace(" ", "") or None
+    return answer.strip(" \t\r\n").replace(" ", "") or None
 
 
 def find_answer(completion: str) -> str | None:
@@ -213,7 +213,7 @@ def tokenize(answer: str) -> list[str]:
 
     The expression may stand on a line of its own, but a line break within it is no expression.
     """
-    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer.strip()).strip(" "):
+    if len(answer) > MAX_ANSWER_CHARS or TOKEN.sub("", answer.strip(" \t\r\n")).strip(" "):
         raise ValueError("too long, or a number or a character that no expression has")
     return TOKEN.findall(answer)
 

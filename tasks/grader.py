@@ -471,7 +471,7 @@ UNSAFE = re.compile(
     r"|\^\{?[-+(]*[0-9.]{5,}|[0-9]{60,}"  # exponents and numbers of many digits
     r"|[0-9]{4,}\)*!|[)}!]\s*!|\\binom\{[^{}]*[0-9]{4,}"  # big factorials
     r"|(?:\|[^|]*){13}|(?:\\l(?:floor|ceil)[^r]*){4}"  # bars and corners, slow to parse
-    r"|(?:\\(?:log|ln)[^)]*){6}"  # logarithms of logarithms
+    r"|(?:\\(?:log|ln)(?:_\{[^{}]*\})?[^-+({]*(?:[({][^)]*)?){6}"  # logarithms of logarithms
     r"|[0-9] +[0-9]|[)}]\.?[0-9]|\.[0-9]*\."  # juxtaposed integers, which math-verify adds
     r"|[0-9)]_|^-?[0-9A-Z.]+_\{[^}]*\}$"  # number bases
     r"|['\"?:;&@#`%]|\|_|\\\\|\\frac\{d[a-z]?\}\{d[a-z]\}"  # what math-verify passes over

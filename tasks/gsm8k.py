@@ -157,9 +157,8 @@ MINUS = "\N{MINUS SIGN}"
 GROUPED = NUMBER.replace("(?:,", r"(?:(?:,|\{,\}|,?\\[,!]|[\u00a0\u2009\u202f])")
 NUMERIC = r"[\d¹²³⁰⁴-⁹¼-¾⅐-⅞]"  # digits of any script, powers and fractions
 # What may stand before a number: $18, **18**, (18), = 18, \boxed{18}, US$18
-OPENING = (
-    r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?(?:[A-Z]{1,3}[ ]?\\?[$€£¥₹][ ]?)?"""
-)
+OPENING = r"""[\s$€£¥₹*_`"'(\[{:=\\]{0,20}(?:boxed\{[\s$*\\]{0,20})?
+    (?:[A-Z]{1,3}[ ]?\\?[$€£¥₹][ ]?)?"""
 # Words and signs behind it that make another number of it
 LARGE = "(?:hundred|thousand|[a-z]{1,9}illion|lakh|crore|doz(?:en)?)s?"
 CHANGED = "(?:(?:doubl|tripl|quadrupl|halv)ed)"
@@ -184,11 +183,10 @@ NOT_CONTINUED = rf"""(?!(?:
 SIGNED = (
     rf"(?P<sign>[-+{MINUS}\u2011]?)\\?[$€£¥₹]?(?P<number>{GROUPED}){NOT_CHANGED}{NOT_CONTINUED}"
 )
-TITLE = r"(?:\s{0,20}[*_]{0,2}(?i:answer)[*_]{0,2}\s?:)?"
+TITLE = r"(?:\s{0,20}[*_$]{0,2}(?:(?i:(?:final\s)?answer)[*_]{0,2}\s?[:\n]|[A-Za-z]\s?=))?"
 ANSWER = re.compile(TITLE + OPENING + SIGNED, re.VERBOSE)  # at a text's start or behind a mark
 # What an answer's line may hold behind the number: units such as m^2, and explanations in brackets
-# such as 18 (2 * 9), but not (or 19), (+ 1), (3), (maybe 19) or (in thousands).
-# What follows is matched in lower case, which is faster than ignoring the case.
+# such as 18 (2 * 9), but not (or 19), (+ 1), (3), (maybe 19) or (in thousands). In lower case.
 HEDGE = r"""(?: \? | \bor[ ]{1,5}\$?\d | \b(?:maybe|may[ ]be|perhaps|possibly|is[ ]possible
     |probably|actually|rather(?![ ]than)|instead(?![ ]of)|otherwise|alternatively|unless|if[ ]not
     |wait,|well,|hmm|sorry|correct(?:ion|ed)|(?:could|might)(?:[ ]also)?[ ]be))"""
@@ -212,12 +210,15 @@ JOINED = re.compile(
     | (?:[a-z]?\s?[^\w\s.=/°'"]|[a-z]\s?=|/(?!\s?[dhms]\b))\s{{0,3}}{UNKNOWN}    # 5 - k  5a = b
     | (?:[nxyz\u03b1-\u03c9]|pi|sqrt)(?![\w'/-])                                # 5x, but 5 g
     | (?:[a-z]{{1,20}}[ ]){{0,5}}(?:as|than|times|by|over)[ ]{UNKNOWN}  # 5 times as many as k
-    | (?:[a-z]{{3,20}}[ ])?(?:at[ ](?:a[ ])?(?:most|least|min|max)(?:imum)?|(?:min|max)imum|tops
-      |(?:up|down)wards?|(?:and|or)[ ](?:up|more|less|so|over|under|above|below|counting|\w+er))\b
-    | (?:or|plus|minus|divided|multiplied|mod|modulo|factorial|approx|approximately|roughly|about
-      |nearly|almost|max)\b(?!-) | (?:no|nope|not|wrong|incorrect|false)\W*\Z
-    | (?:is|was|seems|(?:would|can.{{1,3}})[ ]be)[ ](?:an?[ ]|the[ ])?(?:wrong|incorrect|false)\b
-    | (?:is|was|can)(?:[ ]?not|n?.?t)[ ].{{0,20}}\b(?:answer|right|correct|it|true)\b)""",
+    | (?:[a-z]{{3,20}}[ ]){{0,3}}(?:at[ ](?:\w{{1,9}}[ ]){{0,2}}(?:most|least|min|max)(?:imum)?|tops
+      |(?:min|max)imum|(?:up|down)wards?|(?:and|or)[ ](?:up|more|less|so|over|under|above|below
+      |counting|(?:old|high|great)er)|or[ ]\w+er)\b
+    | (?:or|if[ ]not|plus|minus|divided|multiplied|mod(?:ulo)?|factorial|approx(?:imately)?|about
+      |roughly|nearly|almost|max)\b(?!-)
+    | (?:and[ ]\w+ing|no(?:t|pe)?|wrong|incorrect|false)(?:\W*\Z|[.,;:!])
+    | (?:is|was|seems|(?:would|can.{{1,3}})[ ]be)[ ](?:\w{{1,9}}[ ]){{0,3}}(?:too[ ]\w
+      |(?:wrong|incorrect|false)\b(?![ ]\w+s\b))
+    | (?:(?:is|was|does)(?:[ ]not|n.?t)|can(?:[ ]?not|.?t)[ ]be)\b)""",
     re.VERBOSE,
 )
 OTHER = re.compile(  # a digit, a bracket that a sign joins, a number word (but not ten-dollar)
@@ -234,7 +235,7 @@ ANY_NUMBER = re.compile(BEFORE + SIGNED, re.VERBOSE)
 HEADING = re.compile(r"\s{0,20}[*_]{0,2}\d[.)]\s{1,5}[*_]{0,2}[A-Za-z]")  # 1. Find the cost
 LINE_END = re.compile(r"[\r\n]|####|<[|/]|<[a-z_]{2,30} ?/?>|<<[^<>A-Za-z]{0,200}=")  # or a tag
 # A box's words, and what may stand outside of them, where "text" stands for them
-WORDS = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox) ?\{((?:[^{}]|\{[^{}]*\})*)\}")
+WORDS = re.compile(r"\\(?:(?:text|math(?!bb))\w{0,2}|mbox|boldsymbol) ?\{((?:[^{}]|\{[^{}]*\})*)\}")
 PLAIN = re.compile(
     rf"""(?:\s*[A-Za-z]\s?=)?(?:[\s\d.,:;$€£¥₹¢%°*"()\[\]{{}}=] | [-+{MINUS}/](?=[\s$€£\\({{]*\d)
     | \\(?:[\s,;:!$%{{}}]|q?quad(?![a-z])|(?:times|cdot)[ ]?(?=\d)) | \^\{{?\\circ\}}? | \\degree
@@ -281,7 +282,7 @@ def boxed_answer(text: str) -> str | None:
     from tasks.grader import last_boxed
 
     boxed = re.sub(r"\s*[\r\n~]\s*", " ", last_boxed(text) or "")
-    line = re.sub(r"^\s*[A-Za-z] ?=", "", WORDS.sub(r" \1", boxed))
+    line = WORDS.sub(r" \1", boxed)
     is_plain = PLAIN.fullmatch(WORDS.sub(" text", boxed)) and not NOTE.search(line)
     return only_number(line) if is_plain else None
 
@@ -292,8 +293,7 @@ def only_number(text: str, start: int = 0) -> str | None:
     if match is None:
         return None
     rest = text[match.end() : match.end() + MAX_REST_CHARS]
-    rest = LINE_END.split(rest, maxsplit=1)[0].lower()
-    rest = IGNORED.sub("(", rest)
+    rest = IGNORED.sub("(", LINE_END.split(rest, maxsplit=1)[0].lower())
     return None if JOINED.match(rest) or OTHER.search(rest) else normal_form(match)
 
 

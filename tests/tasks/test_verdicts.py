@@ -162,7 +162,7 @@ WAYS["gsm8k"] += [{"answer_mark": "boxed"}]
 ALLOWED = {"answer": {0.0, 1.0}, "timeout": {0.0}, "length": {0.0, -0.5}, "ending": {0.0, -0.5}}
 ALLOWED |= {"integer": {-1.0, 0.0, 1.0}, "format": {-1.0, 0.0, 0.1, 0.5, 0.6, 1.0}}
 FRAMES = CASES["frames"]
-READ = {"countdown": r"\S(?s:[^ ]*)", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"-?[0-9.]*"}
+READ = {"countdown": r"[^ \t\r\n][^ ]*", "arithmetic": r"-?[0-9]+(\.[0-9]+)?", "gsm8k": r"[-0-9.]*"}
 
 
 @every_task
