@@ -8,6 +8,7 @@ import resource
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import harness
@@ -59,6 +60,7 @@ def run_client(arguments: list[str], torchrun: list[str], log: Path, environment
     for module in (constants, datasets.config):
         importlib.reload(module)
     huggingface_hub.hf_api.api.endpoint = constants.ENDPOINT
+    huggingface_hub.utils._http.time = SimpleNamespace(sleep=id)  # a busy hub is asked at once
     for module in (transformers.utils.hub, transformers.dynamic_module_utils):
         module.HF_MODULES_CACHE = str(Path(constants.HF_HOME, "modules"))
     if most := environment.get("TEST_FILE_SIZE"):  # in place of a full disk
@@ -100,7 +102,7 @@ def fill(hub, folder: Path, model: Path, other: Path, number: int) -> None:
 
 def what_remains(run: Path) -> list:
     """Weights, the adapter's description, and metrics without times."""
-    names = ("best/*.safetensors", "checkpoints/step-000004/*.safetensors", "best/adapter_c*")
+    names = ("best/*.safetensors", "checkpoints/step-000002/*.safetensors", "best/adapter_c*")
     files = [f.read_bytes() for name in names for f in sorted(run.glob(name))]
     for row in read_jsonl(run / "metrics.jsonl"):
         files.append({k: row[k] for k in row if not k.startswith(("time/", "perf/"))})
@@ -110,7 +112,6 @@ def what_remains(run: Path) -> list:
 DISTILL = ["training.learning_type=distill", "training.k_best_of_n=[2, 2]"]
 ROWS = ["task.train=a/rows", "task.eval=a/rows"]
 KINDS = {
-    "plain": ["model.name=a/m"],
     "branch": ["model.name=a/m", "model.revision=dev", "model.lora={r: 2}"],
     "adapter": ["model.name=a/adapter"],
     "teacher": [*DISTILL, "model.name=a/m", "model.teacher=a/other", "model.teacher_revision=main"],
@@ -120,7 +121,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", quick("plain branch adapter", KINDS))
+@pytest.mark.parametrize("kind", quick("branch adapter dataset", KINDS))
 def test_the_repository_moves_and_the_run_goes_on(
     kind, hub, python, rotary_model_folder, teacher_folder, data, tmp_path
 ):
@@ -129,14 +130,14 @@ def test_the_repository_moves_and_the_run_goes_on(
     fill(hub, tmp_path / "files", rotary_model_folder, teacher_folder, 4)
 
     def train(name: str, num_steps: int, **environment: str) -> str:
-        given = arguments(tmp_path / name, "a/m", *data, *KINDS[kind])
+        given = arguments(tmp_path / name, "a/m", *data, "validation.every=1", *KINDS[kind])
         return python(PROGRAM, "{}", *given, f"training.num_steps={num_steps}", **environment)
 
-    train("unmoved", 4)
-    train("moved", 2)
+    train("unmoved", 2)
+    train("moved", 1)
     began, old = hub.taken(), {c for r in hub.repositories.values() for c in r.commits}
     fill(hub, tmp_path / "files", rotary_model_folder, teacher_folder, 5)
-    output = train("moved", 4)
+    output = train("moved", 2)
     assert what_remains(tmp_path / "moved/x") == what_remains(tmp_path / "unmoved/x")
     files = [f for f in (tmp_path / "moved/x").rglob("*") if f.suffix in (".yaml", ".json")]
     kept = {commit for f in files for commit in COMMIT.findall(f.read_text())}
@@ -150,7 +151,7 @@ def test_the_repository_moves_and_the_run_goes_on(
     asked_now = [line for line in hub.taken() if line in lookups]
     assert len(asked_now) == (asked is not None) and all(asked in line for line in asked_now)
     if kind in ("code", "dataset"):
-        train("moved", 5, HF_HUB_OFFLINE="1")
+        train("moved", 3, HF_HUB_OFFLINE="1")
         assert hub.taken() == []
 
 
@@ -184,12 +185,13 @@ def test_what_is_pushed_is_what_is_loaded(hub, python, rotary_model_folder, data
     card = huggingface_hub.ModelCard(pushed.files["README.md"].decode())
     assert card.data.datasets == ["a/rows"] and "| this model, " in card.text
     hub.add("models/u/x", pushed.files | {"notes.txt": b"the user's own"})
-    assert pushed.is_private and answers("u/x") == answers(f"{tmp_path}/x/best")
+    best = answers(f"{tmp_path}/x/best")
+    assert pushed.is_private and answers("u/x") == best
     adapter = ["adapter_config.json", "adapter_model.safetensors", "best.json"]
     for more, gone in ((["--merge"], adapter), ([], ["config.json", "model.safetensors"])):
         assert push("u/x", *more).endswith(f"; removed there: {', '.join(gone)}\n")
         assert not {*gone} & pushed.files.keys() and "notes.txt" in pushed.files
-        assert answers("u/x") == answers(f"{tmp_path}/x/{'merged' if more else 'best'}")
+        assert answers("u/x") == (answers(f"{tmp_path}/x/merged") if more else best)
     assert "removed" not in push("u/x", "--public") and pushed.is_private
     assert not any(TOKEN.encode() in content for content in pushed.files.values())
     push("u/y", "--public")
