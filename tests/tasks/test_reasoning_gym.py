@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
@@ -35,9 +34,9 @@ print(json.dumps([sorted(ran), wrong, len(DATASETS)]), file=sys.stderr)
 """
 
 
-def test_those_that_run_an_answer_as_code_are_refused_and_no_others():
+def test_those_that_run_an_answer_as_code_are_refused_and_no_others(python):
     """All pay the right answer in full, where the package has one."""
-    result = subprocess.run([sys.executable, "-c", SWEEP], capture_output=True, text=True)
+    result = subprocess.run([python, "-c", SWEEP], capture_output=True, text=True)
     ran, wrong, num = json.loads(result.stderr.splitlines()[-1])
     assert ran == sorted(REFUSED) and wrong == []
     assert num - len(REFUSED) - 1 == 96, "composite mixes others; it has no default"
