@@ -56,7 +56,7 @@ from engine.questions.contract import Task
 from engine.questions.data import load_examples
 from engine.questions.tasks import load_task, schema
 from engine.run.config_file import load_config
-from engine.run.log import validation_samples
+from engine.run.log import samples_of
 from engine.run.mistakes import mistakes_cost_one_line
 from engine.run.state import Run
 from engine.sampling.batches import decode_in_batches
@@ -358,7 +358,8 @@ def load_run(config: Config) -> Run:
 def measure(run: Run) -> tuple[dict[str, float], list[dict]]:
     """The metrics and the samples of an evaluation."""
     metrics, groups = main.measure_policy(run, Clock())
-    return metrics, validation_samples(run, groups)
+    questions = run.world.share(run.validation_questions)
+    return metrics, samples_of(run, groups, questions, "validation")
 
 
 def make_run(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.core.distributed import World
-from engine.core.types import Metrics
+from engine.core.types import Metrics, Sums
 
 
 class Clock:
@@ -29,7 +29,7 @@ class Clock:
         return times
 
 
-def reduce_means(sums: dict[str, Tensor | tuple[float, float]], world: World) -> Metrics:
+def reduce_means(sums: Sums | dict[str, Tensor], world: World) -> Metrics:
     """Means over all ranks of (sum, count) pairs; a metric whose count is 0 is left out."""
     pairs = [torch.as_tensor(pair, dtype=torch.float64, device="cpu") for pair in sums.values()]
     totals = world.sum(torch.stack(pairs)).tolist()

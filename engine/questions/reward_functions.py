@@ -24,6 +24,7 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.signals import leave_if_signalled
+from engine.core.types import Sums
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
 from engine.questions.contract import Parts, Task, is_reward
 from engine.questions.tables import with_numbers
@@ -216,7 +217,7 @@ class RewardTask(Task):
         """How many tasks the functions have left open in this process."""
         return sum(len(loop.tasks) for loop in LOOP.loops.values())
 
-    def take_logged(self) -> dict[str, tuple[float, float]]:
+    def take_logged(self) -> Sums:
         """(sum, count) of what was logged since the last time."""
         taken = {name: (sum(values), len(values)) for name, values in self.logged.items()}
         self.logged.clear()

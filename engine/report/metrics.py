@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 import resource
+import statistics
 import sys
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 from engine.core.config import ValidationSettings
 from engine.core.distributed import World
 from engine.core.measures import reduce_means
-from engine.core.types import Groups, Metrics, Trajectory
+from engine.core.types import Groups, Metrics, Sums, Trajectory
 from engine.questions.contract import Task
 from engine.questions.rewards import read_answer
-from engine.report.pass_at_k import majority_sample, solve_rates, with_interval
+from engine.report.pass_at_k import solve_rates, with_interval
 
 # A collapsed policy gives the same few answers, or rambles until it is cut off. More steps seldom
 # bring it back. The means of these metrics over the last steps show it.
@@ -34,9 +35,7 @@ def peak_memory_gb(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
-def rollout_metrics(
-    groups: Groups, reward_parts: tuple[str, ...]
-) -> dict[str, tuple[float, float]]:
+def rollout_metrics(groups: Groups, reward_parts: tuple[str, ...]) -> Sums:
     """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
     sampled = [t for group in groups for t in group]
     batch = [t for t in sampled if t.in_batch]
@@ -72,7 +71,7 @@ def of_completions(sampled: list[Trajectory]) -> dict[str, list[float]]:
     return columns
 
 
-def sums_of(split: str, columns: dict[str, list[float]]) -> dict[str, tuple[float, int]]:
+def sums_of(split: str, columns: dict[str, list[float]]) -> Sums:
     return {f"{split}/{name}": (sum(column), len(column)) for name, column in columns.items()}
 
 
@@ -147,8 +146,10 @@ def single_answer_metrics(
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
             votes = [read_answer(task, t.text, example) for t in group]
-            chosen = majority_sample(votes)
-            solved["majority"].append(chosen is not None and group[chosen].is_solved)
+            given = [vote for vote in votes if vote is not None]
+            # The first sample with the most frequent answer; on a tie the earliest answer.
+            is_right = bool(given) and group[votes.index(statistics.mode(given))].is_solved
+            solved["majority"].append(is_right)
     solved["greedy"] = [t.is_solved for t in answers]
     if task.is_lenient_solved is not None:
         solved["strict"] = solved["greedy"]

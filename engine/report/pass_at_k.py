@@ -1,7 +1,6 @@
 """How many questions are solved: pass@k, votes, and 95% intervals."""
 
 import math
-import statistics
 
 import numpy as np
 
@@ -23,12 +22,6 @@ def with_interval(name: str, rates: np.ndarray, *, is_binary: bool) -> Metrics:
     """The mean of `rates` (questions,) and its 95% interval, as three metrics."""
     low, high = confidence_interval(rates, is_binary=is_binary)
     return {name: float(rates.mean()), f"{name}_low": low, f"{name}_high": high}
-
-
-def majority_sample(answers: list[str | None]) -> int | None:
-    """The first sample with the most frequent answer; None if no sample has an answer."""
-    given = [answer for answer in answers if answer is not None]
-    return answers.index(statistics.mode(given)) if given else None  # on a tie the earliest
 
 
 def pass_at_k(counts: np.ndarray, n: int, k: int) -> float:

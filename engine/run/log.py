@@ -136,25 +136,22 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
 
 def log_evaluation(run: Run, metrics: Metrics, groups: Groups) -> None:
     step = run.state.step
-    samples = validation_samples(run, groups)
     metrics = with_logged(run, "eval", metrics)
-    title = f"evaluation at step {step}"
-    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
+    samples = show_evaluation(run, f"evaluation at step {step}", metrics, groups)
     run.logger.log_samples(step, samples)
     run.logger.log_metrics(step, metrics)
     remark_on_evaluation(run, metrics, run.world.share(run.validation_questions), groups)
 
 
-def answer_totals(run: Run) -> dict[str, int]:
-    """How many answers are behind each share of right ones."""
-    num_questions = len(run.validation_questions)
-    totals = dict.fromkeys(("majority", "greedy", "strict", "lenient"), num_questions)
-    return totals | {"pass@1": num_questions * run.config.validation.best_of_n}
-
-
-def validation_samples(run: Run, groups: Groups) -> list[dict]:
-    """The first completions of this rank's share of the validation questions."""
-    return samples_of(run, groups, run.world.share(run.validation_questions), "validation")
+def show_evaluation(run: Run, title: str, metrics: Metrics, groups: Groups) -> list[dict]:
+    """Print metrics and samples; returns the samples, of this rank's share of the questions."""
+    questions = run.validation_questions
+    samples = samples_of(run, groups, run.world.share(questions), "validation")
+    # How many answers are behind each share of right ones
+    totals = dict.fromkeys(("majority", "greedy", "strict", "lenient"), len(questions))
+    totals["pass@1"] = len(questions) * run.config.validation.best_of_n
+    run.logger.print_evaluation(title, metrics, samples, totals)
+    return samples
 
 
 def samples_of(run: Run, groups: Groups, questions: list[dict], split: str) -> list[dict]:
@@ -190,9 +187,8 @@ def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups
     config = run.config
     world = run.world
     metrics |= single_answer_metrics(run.task, run.validation_questions, groups, greedy, world)
-    samples = validation_samples(run, groups)
     title = f"evaluation of {config.model.name} on {config.task.name}"
-    run.logger.print_evaluation(title, metrics, samples, totals=answer_totals(run))
+    samples = show_evaluation(run, title, metrics, groups)
     if world.is_main:
         folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder.mkdir(parents=True)
