@@ -66,6 +66,11 @@ def autocast(
     return torch.autocast(device.type, dtype, dtype.itemsize == 2, cache_enabled=cache_casts)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that is cut into parts; any other tensor as it is."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor that is cut into parts, gathered in the dtype; any other tensor as it is."""
     return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -12,6 +12,7 @@ import torch
 
 from engine.core.config import Config
 from engine.core.files import sizes_of
+from engine.core.tensors import local
 from engine.model.load import recompute
 from engine.model.policy import MOST_TOKENS
 from engine.questions.prompts import encode_prompts
@@ -98,12 +99,10 @@ def micro_batch_that_fits(run: Run, row: int) -> int:
     """The tokens of the whole rows that fit on the rank with the least room; 0 if not one does."""
     world = run.world
     num_rows = 0
-    weights = run.trained_weights
-    if run.config.model.shard:
-        weights = [weight.to_local() for weight in weights]
     later = NCCL_BYTES * (world.size > 1)  # bytes; those of decoding's graphs are free by then
     if not run.optimizer.state:
-        later += AVERAGES[run.config.training.optimizer] * sum(w.numel() for w in weights)
+        num_weights = sum(local(weight).numel() for weight in run.trained_weights)
+        later += AVERAGES[run.config.training.optimizer] * num_weights
     bytes_of_pass(run, 1, row)  # makes the gradients
     one, two = (bytes_of_pass(run, n, row) for n in (1, 2))
     torch.cuda.empty_cache()

@@ -6,6 +6,7 @@ The lines are kept in remarks.jsonl, from which tools.report shows them.
 import torch
 
 from engine.core.files import json_line, read_lines
+from engine.core.tensors import local
 from engine.core.types import Groups, Metrics
 from engine.questions.rewards import default_weights
 from engine.run.state import Run
@@ -33,14 +34,11 @@ def remark_at_start(run: Run) -> None:
     dtype = run.policy.compute_dtype
     if training.optimizer == "muon" or run.config.model.lora is not None:
         return  # Muon's step has another size, and half of an adapter is 0
-    weights = [p.detach() for p in run.trained_weights]
-    if run.config.model.shard:
-        weights = [p.to_local() for p in weights]
-    some = torch.cat([p.flatten()[:: 1 + p.numel() // 10_000] for p in weights])
+    weights = map(local, run.trained_weights)
+    some = torch.cat([p.detach().flatten()[:: 1 + p.numel() // 10_000] for p in weights])
     median = some.abs().float().median().item()
-    rates = (learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
     # AdamW moves a weight by its rate at most; SmolLM2 learned well by a tenth of a rounding.
-    total = sum(rates)
+    total = sum(learning_rate_at(step, training) for step in range(1, training.num_steps + 1))
     least = ROUNDING.get(dtype, 0.0) * median
     if total < least / 100:
         remark(
@@ -167,8 +165,8 @@ def remark_at_end(run: Run) -> None:
         )
     elif run.world.is_main:
         metric = run.config.best_metric
-        scores = [row.get(metric) for row in read_lines(run.folder / "metrics.jsonl")]
-        scores = [score for score in scores if score is not None]
+        rows = read_lines(run.folder / "metrics.jsonl")
+        scores = [row[metric] for row in rows if row.get(metric) is not None]
         if len(scores) > 2 and len(set(scores)) == 1:
             remark(
                 run,

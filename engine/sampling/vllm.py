@@ -21,7 +21,7 @@ from engine.core.signals import leave_if_signalled
 from engine.core.tensors import autocast, whole
 from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
-from engine.sampling.sampler import mismatch_of
+from engine.sampling.sampler import scores_alike
 
 KEY = "sampling.backend = vllm"
 
@@ -200,8 +200,8 @@ def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
     tokens = torch.tensor(token_ids[1:], device=model.device)
     log_probs = engine.score(token_ids).to(model.device)
     with autocast(model.device, engine.dtype):
-        mismatch = mismatch_of(model, token_ids[:1], tokens, log_probs)
-    if not mismatch <= (1e-3 if engine.dtype == torch.float32 else 2**-6):
+        is_alike = scores_alike(model, token_ids[:1], tokens, log_probs, engine.dtype)
+    if not is_alike:
         raise ValueError(
             "sampling.backend = vllm: it computes another model than ours: write grouped"
         )

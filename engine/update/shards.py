@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.core.distributed import World
 from engine.core.files import sync
-from engine.core.tensors import whole
+from engine.core.tensors import local, whole
 from engine.core.types import MicroBatch
 
 PART = "part-{:05d}.safetensors"  # a rank's file in a checkpoint
@@ -134,11 +134,6 @@ def read_rows(parts: list, name: str, like: DTensor, rank: int) -> torch.Tensor:
             found.append(rows[first:end])
         offset += length
     return torch.cat(found)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is cut into parts; any other tensor as it is."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_shared_disk(folder: Path, world: World) -> None:
