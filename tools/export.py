@@ -154,7 +154,7 @@ def check_base(run: Path) -> None:
     if checkpoint is None:
         raise ValueError(f"{run}: no whole checkpoint says what the adapter was trained on")
     base = ModelSettings(name=name, revision=revision, lora=LoraSettings())
-    saved = load_state(checkpoint)["config"]  # of a run in 4 bits from an adapter: its base's hash
+    saved = load_state(checkpoint).config  # of a run in 4 bits from an adapter: its base's hash
     if of_model(Config(model=base)) != saved.get(f"{MODEL_FILES}'s base", saved[MODEL_FILES]):
         raise ValueError(f"{name} is no longer the model that the adapter was trained on")
 

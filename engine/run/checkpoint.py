@@ -291,12 +291,18 @@ def naming_damage(file: Path, *, remove: Path) -> Iterator[None]:
         ) from error
 
 
-def load_state(folder: Path) -> dict:
-    """What `save_checkpoint` has put into state.json."""
+def load_state(folder: Path) -> Saved:
+    """What `save_checkpoint` has put into state.json; ValueError if that was another version's."""
     with naming_damage(folder / STATE, remove=folder):
         content = json.loads((folder / STATE).read_bytes())
-        TypeAdapter(Saved).validate_python(content)
-    return content
+        saved = TypeAdapter(Saved).validate_python(content)
+    content["state"].pop("untrained", None)  # which earlier versions kept, for the model card
+    if content["state"].keys() != asdict(saved.state).keys():
+        raise ValueError(
+            f"{folder} was saved by another version of this program: go on with that one, or set "
+            "run.name to start another run"
+        )
+    return saved
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

@@ -8,12 +8,9 @@ import json
 import os
 import socket
 import tempfile
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO
-
-from pydantic import TypeAdapter
 
 from engine.core.distributed import World
 from engine.core.files import open_to_append
@@ -118,14 +115,7 @@ def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     if folder is None:
         return None, None
     best = run.folder / "best"
-    content = checkpoint.load_state(folder)
-    content["state"].pop("untrained", None)  # which earlier versions kept, for the model card
-    if content["state"].keys() != asdict(run.state).keys():
-        raise ValueError(
-            f"{folder} was saved by another version of this program: go on with that one, or set "
-            "run.name to start another run"
-        )
-    saved = TypeAdapter(Saved).validate_python(content)
+    saved = checkpoint.load_state(folder)
     is_there = any(best.glob("*.safetensors"))
     score = best / "best.json"
     if is_there and score.is_file():  # it may be newer than the checkpoint

@@ -71,8 +71,8 @@ def open_or_resume(run: Run) -> None:
         },
     )
     if run.world.is_main:  # with what auto has chosen, so that mode=evaluate computes the same
-        chosen = {"compute_dtype": str(run.policy.compute_dtype).removeprefix("torch.")}
-        write_settings(run.folder, config.replace(model=config.model.replace(**chosen)))
+        dtype = str(run.policy.compute_dtype).removeprefix("torch.")
+        write_settings(run.folder, config.replace(model=config.model.replace(compute_dtype=dtype)))
         write_atomically(run.folder / COMMITS_FILE, json.dumps(COMMITS, indent=1))
     run.logger.info(f"look at it live: {command('tools.report')} {run.folder} --serve")
     if not run.is_resumed:
@@ -166,7 +166,7 @@ def find_pins(config: Config, log: Log) -> tuple[dict, dict, dict, bool]:
     if is_training and newest and given in ("auto", model.get("compute_dtype")):
         # config.yaml has what auto chose, and a checkpoint auto itself.
         with contextlib.suppress(ValueError, KeyError):  # resuming will say it better
-            of_model["compute_dtype"] = load_state(newest)["config"]["model.compute_dtype"]
+            of_model["compute_dtype"] = load_state(newest).config["model.compute_dtype"]
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
         name = getattr(config.model, key)
         if name is not None:

@@ -439,7 +439,7 @@ def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_f
     command = [python, str(ROOT / "main.py"), *given]
     result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
     assert result.returncode == 143 and not result.stderr, result.stderr[-2000:]
-    assert load_state(folder / "x/checkpoints/last")["state"]["step"] == 2
+    assert load_state(folder / "x/checkpoints/last").state.step == 2
     assert read_rows(folder / "x")[-1]["train/reward_timeouts"] == 1.0
 
 

@@ -109,7 +109,7 @@ def test_a_terminal_that_is_gone_loses_nothing(tmp_path, rotary_model_folder, da
     os.close(terminal)
     os.killpg(process.pid, HUP)
     assert harness.finish(process) == [1]  # torchrun's own
-    step = load_state(tmp_path / "x/checkpoints/last")["state"]["step"]
+    step = load_state(tmp_path / "x/checkpoints/last").state.step
     assert [row["step"] for row in read_rows(tmp_path / "x")] == [*range(step + 1)] and step >= 1
 
 

@@ -60,11 +60,11 @@ def settings(data) -> list[str]:
     return [*data, *texts, "training.warmup_steps=0", "training.learning_rate=3e-3"]
 
 
-def last_state(folder: Path) -> dict:
+def last_state(folder: Path) -> State:
     """The state in the newest checkpoint, which `last` must lead to."""
     root = folder / "x/checkpoints"
     assert (root / "last").resolve() == checkpoint.newest_whole(root).resolve()
-    return checkpoint.load_state(root / "last")["state"]
+    return checkpoint.load_state(root / "last").state
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -174,7 +174,7 @@ def test_a_broken_run_goes_on_bit_for_bit(name, go_on, unbroken, tmp_path):
     for _ in range(2 if fault is RAISE else 1):
         breaks = (place, step, fault)
         assert go_on(tmp_path, FOUR, first, breaks=breaks) == status
-        assert last_state(tmp_path)["step"] == saved
+        assert last_state(tmp_path).step == saved
         rows = read_jsonl(tmp_path / "x/metrics.jsonl")
         moments = [(row["step"], "eval" if "eval/pass@1" in row else "train") for row in rows]
         assert last_row == (moments[-1] if moments else None)
