@@ -97,8 +97,7 @@ class Logger:
         """The items, with a bar and an ETA: drawn on rank 0 only, if stderr is a terminal."""
         can_draw = self.is_main and sys.stderr is not None and os.environ.get("TERM") != "dumb"
         is_off = None if can_draw else True  # None lets tqdm see whether it is a terminal
-        how = {"unit": unit, "leave": False, "dynamic_ncols": True, "disable": is_off}
-        return tqdm(items, description, **how)
+        return tqdm(items, description, unit=unit, leave=False, dynamic_ncols=True, disable=is_off)
 
     def log_metrics(self, step: int, metrics: dict[str, float]) -> None:
         if self.folder is None:

@@ -523,10 +523,13 @@ def explained(settings: Section, shared: type[Section] = Config, indent: str = "
             lines.append("")
             explanation = field.annotation.__doc__
             text = f"{key}:\n{explained(value, field.annotation, '  ')}"
-        words = " ".join(explanation.split())
-        width = 98 - len(indent)
-        comment = textwrap.wrap(words, width, break_on_hyphens=False)
-        lines += [f"{indent}# {line}" for line in comment]
+        lines += textwrap.wrap(
+            " ".join(explanation.split()),
+            width=100,
+            initial_indent=f"{indent}# ",
+            subsequent_indent=f"{indent}# ",
+            break_on_hyphens=False,
+        )
         lines.append(f"{indent}{'' if key in shared.model_fields else '#'}{text}")
     return "\n".join(lines)
 

@@ -99,8 +99,13 @@ def load_by_peft(model: nn.Module, settings: ModelSettings, *, is_trainable: boo
     with warnings.catch_warnings(action="ignore", category=FutureWarning):
         peft_model = peft.PeftModel(model, described)  # reads what transformers has renamed
     try:
-        how = {"revision": settings.revision, "torch_device": str(model.device)}
-        loading = peft_model.load_adapter(settings.name, "default", is_trainable, **how)
+        loading = peft_model.load_adapter(
+            settings.name,
+            "default",
+            is_trainable,
+            revision=settings.revision,
+            torch_device=str(model.device),
+        )
     except (KeyError, RuntimeError) as error:  # of a layer that is saved whole: absent, or larger
         raise ValueError(f"the adapter does not fit its base model: {error}") from error
     check_fit(loading)

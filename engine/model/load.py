@@ -104,8 +104,16 @@ def load_base_tokenizer(
     base = find_base(settings, log)
     if base is not None:
         check_base(base, log)
-        quiet = {"revision": settings.revision, "_raise_exceptions_for_missing_entries": False}
-        if all(cached_file(settings.name, file, **quiet) is None for file in VOCABULARIES):
+        has_own = any(
+            cached_file(
+                settings.name,
+                file,
+                revision=settings.revision,
+                _raise_exceptions_for_missing_entries=False,
+            )
+            for file in VOCABULARIES
+        )
+        if not has_own:
             settings = base
     return base, load_tokenizer(config.replace(model=settings), log)
 

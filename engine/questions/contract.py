@@ -66,8 +66,8 @@ class Task(Contract):
         """`defined` are the names of the module in the file."""
         if "Environment" in defined:
             self.extract_answer = None  # the text of a whole talk is no answer to vote for
-        names = [name for name in vars(Contract) if not name.startswith("_")]
-        vars(self).update({name: defined[name] for name in names if name in defined})
+        names = [name for name in defined if name in vars(Contract) and name[0] != "_"]
+        vars(self).update({name: defined[name] for name in names})
         self.file = file
         self.options = options
         self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file

@@ -60,7 +60,25 @@ def load_questions(
     validation = load_validation(task, config, log)
     check_wording(task.options, validation[0], log)
     check_chat(task.pose(validation[0]), tokenizer)
-    fitting = those_that_fit(validation, config, length, most - config.max_validation_tokens, log)
+    longest = most - config.max_validation_tokens
+    lengths = [length(question) for question in validation]
+    fits = [num <= longest for num in lengths]
+    fitting = [*itertools.compress(validation, fits)]
+    if not fitting:
+        section = "validation" if config.validation.max_new_gen_tokens else "training"
+        raise ValueError(NONE_FITS.format("validation", longest, section))
+    if num_long := fits.count(False):
+        log(
+            f"{num_long} of {len(validation)} validation questions are too long or hold a special "
+            "token: dropped"
+        )
+    if len(fitting) < (num := config.validation.num_examples):
+        log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
+    kept = [*itertools.compress(lengths, fits)]
+    log(
+        f"prompts of validation questions: {np.mean(kept):.0f} tokens on average, {max(kept)} the "
+        "longest"
+    )
     if config.mode != "train":
         return fitting, None
     limit = task.options.max_train_examples
@@ -89,34 +107,6 @@ def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
     except ValueError as error:  # the same on all ranks, of which one prints it
         raise ConfigError(str(error)) from error
     return [*{task.asked(row): row for row in rows}.values()]
-
-
-def those_that_fit(
-    validation: list[dict],
-    config: Config,
-    length: Callable[[dict], float],
-    longest: int,
-    log: Log,
-) -> list[dict]:
-    """The validation questions whose prompts leave room; ValueError if there are none."""
-    lengths = [length(question) for question in validation]
-    fitting = [row for row, num in zip(validation, lengths, strict=True) if num <= longest]
-    if not fitting:
-        section = "validation" if config.validation.max_new_gen_tokens else "training"
-        raise ValueError(NONE_FITS.format("validation", longest, section))
-    if num_long := len(validation) - len(fitting):
-        log(
-            f"{num_long} of {len(validation)} validation questions are too long or hold a special "
-            "token: dropped"
-        )
-    if len(fitting) < (num := config.validation.num_examples):
-        log(f"warning: {len(fitting)} different validation questions, not the {num} asked for")
-    kept = [num for num in lengths if num <= longest]
-    log(
-        f"prompts of validation questions: {np.mean(kept):.0f} tokens on average, {max(kept)} the "
-        "longest"
-    )
-    return fitting
 
 
 def set_number_columns(task: Task, log: Log = no_log, *others: str) -> None:
@@ -227,8 +217,13 @@ def load_examples(
         rows = load_rows(task, split, source, num_examples, log)
     else:
         with naming_mistakes(task.file, load, split, passes=ValueError):  # what it says itself
-            how = {"num_examples": num_examples, "seed": seed, "exclude": exclude}
-            rows = load(split, options=task.options, **how)
+            rows = load(
+                split,
+                options=task.options,
+                num_examples=num_examples,
+                seed=seed,
+                exclude=exclude,
+            )
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{task.file}: {name} must return a list of dicts, parse_row a dict")
     if others := [key for row in rows for key in row if not isinstance(key, str)]:
@@ -318,14 +313,14 @@ def load_table(
             table = datasets.load_dataset("parquet", data_files=glob.escape(source), split="train")
         else:
             part, split, *_ = [*named.split(":")[1:], "", ""]
-            of_hub = {"split": split or hub_split, "revision": revision}
-            table = datasets.load_dataset(hub_id, part or hub_config, **of_hub)
+            table = datasets.load_dataset(
+                hub_id, part or hub_config, split=split or hub_split, revision=revision
+            )
     except Exception as error:  # each format has its own
-        reason = str(error.__cause__ or error)
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
         fix = f"give {choices}"
         if isinstance(error, OSError) and error.filename and Path(error.filename) != path:
             fix = "set HF_HOME to a folder that can be written"  # for the cache of `datasets`
-        reason = reason.strip().split("\n")[0]
         raise ValueError(f"{source}: cannot be loaded ({reason}); {fix}") from error
     shared = [name for name in columns if name in table.column_names]
     return table.select_columns(shared or table.column_names).to_list()
@@ -333,8 +328,12 @@ def load_table(
 
 def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
     """The columns that have plain decimals alone, beside blank cells."""
-    cells = ((name, number_in(cell)) for row in rows for name, cell in row.items() if cell.strip())
-    counts = collections.Counter((name, isinstance(value, str)) for name, value in cells)
+    counts = collections.Counter(
+        (name, isinstance(number_in(cell), str))
+        for row in rows
+        for name, cell in row.items()
+        if cell.strip()
+    )
     for name, is_text in counts:
         if is_text and counts[name, False]:
             log(f"the column {name} stays text: {counts[name, True]} of its cells are no numbers")

@@ -120,9 +120,10 @@ class Conversation:
         """Call a method; its random numbers follow from question, sample and turn."""
         words = self.seed[:-1] if method == "reset" else (*self.seed, self.num_turns)
         passes = Exception if method in self.turns.names else RewardError  # a tool's: it is read
-        how = {"name": f"Environment.{method}", "passes": passes}
         function = getattr(self.environment, method)
-        guard = naming_mistakes(self.task.file, function, self.question, **how)
+        guard = naming_mistakes(
+            self.task.file, function, self.question, name=f"Environment.{method}", passes=passes
+        )
         with self.clock("environment"), seeded([words], self.device), guard:
             result = function(*arguments, **named)
         if method in ("reset", "respond") and not isinstance(result, str | None):

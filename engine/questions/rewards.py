@@ -34,11 +34,12 @@ def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str,
     if task.reward_function is not None:
         payer = "reward_function"
         num_tokens = len(completion.token_ids) if completion else 0
-        # The function gets a copy: a change of the question would stay for the whole run.
-        question = copy.deepcopy(example)
         with naming_mistakes(task.file, task.reward_function, example):
             parts = task.reward_function(
-                text, question, options=task.options, num_tokens=num_tokens
+                text,
+                copy.deepcopy(example),  # else a change of it would stay for the whole run
+                options=task.options,
+                num_tokens=num_tokens,
             )
         parts = {"answer": parts} if is_reward(parts) else parts
     if completion and completion.conversation and isinstance(parts, dict):
@@ -46,10 +47,12 @@ def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str,
     for name in task.REWARD_PARTS:
         value = parts.get(name) if isinstance(parts, dict) else None
         if not is_reward(value):
-            wanted = f"must return a dict with a number for each of {', '.join(task.REWARD_PARTS)}"
-            found = f"not {parts!r:.80}: {name} is missing or no finite number"
             where = line_of(task.file, function=task.reward_function)
-            raise RewardError(f"{where}: {payer} {wanted}, {found}: question {example!r:.200}")
+            raise RewardError(
+                f"{where}: {payer} must return a dict with a number for each of "
+                f"{', '.join(task.REWARD_PARTS)}, not {parts!r:.80}: {name} is missing or no "
+                f"finite number: question {example!r:.200}"
+            )
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 

@@ -59,8 +59,12 @@ def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]
     it before the user's message. Raises ValueError for a template that fails all the same.
     """
     has_system = chat[0]["role"] == "system"
-    how = {"tools": list(tools) or None, "tokenize": False, "add_generation_prompt": True}
-    render = functools.partial(tokenizer.apply_chat_template, **how)
+    render = functools.partial(
+        tokenizer.apply_chat_template,
+        tools=list(tools) or None,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
     try:
         text = render(chat)
     except Exception as error:  # a template is a program, which may raise anything

@@ -155,10 +155,11 @@ class MlflowRun(Board):
     def send_metrics(self, step: int, is_evaluation: bool, metrics: Metrics) -> None:
         entities = self.package.entities
         now_ms = int(time.time() * 1000)
-        named = [(mlflow_name(name), value) for name, value in metrics.items()]
-        points = [entities.Metric(name, value, now_ms, step) for name, value in named]
-        sent = f"{step} evaluated" if is_evaluation else str(step)
-        tags = [entities.RunTag("last_sent", sent)]
+        points = [
+            entities.Metric(mlflow_name(name), value, now_ms, step)
+            for name, value in metrics.items()
+        ]
+        tags = [entities.RunTag("last_sent", f"{step} evaluated" if is_evaluation else str(step))]
         self.client.log_batch(self.run_id, metrics=points, tags=tags, synchronous=True)
 
     def send_samples(self, table: dict[str, list]) -> None:

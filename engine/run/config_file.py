@@ -132,8 +132,7 @@ def parse_yaml(text: str | bytes, origin: str | Path) -> Any:
     try:
         return yaml.load(text, Loader=Loader)
     except (RecursionError, yaml.YAMLError, ValueError) as error:  # ValueError: a date in month 13
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{origin}: cannot be read as YAML: {problem}") from error
+        raise ConfigError(f"{origin}: cannot be read as YAML: {error}") from error
 
 
 def read_file(path: str | Path) -> dict:

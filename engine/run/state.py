@@ -121,8 +121,9 @@ class Run:
         if self.task.Environment is not None:
             from engine.questions.environment import problems_of_environment
 
-            asked = self.task, self.config, self.policy.tokenizer, validation[0]
-            for problem in problems_of_environment(*asked):
+            for problem in problems_of_environment(
+                self.task, self.config, self.policy.tokenizer, validation[0]
+            ):
                 raise ValueError(f"{self.task.file}: Environment {problem}")
 
     def count_broken(self, groups: Groups) -> int:

@@ -111,8 +111,11 @@ class TokenBuffer:
             ids = tokens[row][:length]
             is_unfinished = row in unfinished
             is_text = not is_unfinished and ids[-1] not in self.params.eos_ids
-            ended = (is_unfinished, is_inserted, is_text, conversation)
-            completions.append(Completion(ids, log_probs, entropies, *ended))
+            completions.append(
+                Completion(
+                    ids, log_probs, entropies, is_unfinished, is_inserted, is_text, conversation
+                )
+            )
         return completions
 
 

@@ -41,8 +41,15 @@ def ask(
     name: str, rewards: Tensor, lengths: Tensor, truncated: Tensor, parts: dict[str, Tensor]
 ) -> Tensor:
     """What the user's advantage gives; RewardError if that is not finite."""
-    kwargs = {"lengths": lengths, "truncated": truncated, "parts": parts}
-    advantages = call("training.advantage", name, rewards, like=rewards, **kwargs).double()
+    advantages = call(
+        "training.advantage",
+        name,
+        rewards,
+        like=rewards,
+        lengths=lengths,
+        truncated=truncated,
+        parts=parts,
+    ).double()
     for group, given in zip(rewards.tolist(), advantages, strict=True):
         if not given.isfinite().all():
             raise RewardError(
@@ -60,13 +67,20 @@ def own_loss(name: str, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
     MAX_LOG_PROB at drawn tokens, and 0 elsewhere.
     """
     mask = batch.completion_mask
-    key = "training.policy_loss"
-    given = below_certain(log_probs, mask), below_certain(batch.old_log_probs, mask)
     kwargs = {"sampler_log_probs": below_certain(batch.sampler_log_probs, mask)}
     if batch.ref_log_probs is not None:
         kwargs["ref_log_probs"] = below_certain(batch.ref_log_probs, mask)
-    tensors = (*given, advantages.expand_as(log_probs), mask)
-    return call(key, name, *tensors, like=log_probs, **kwargs).masked_fill(~mask, 0.0)
+    token_loss = call(
+        "training.policy_loss",
+        name,
+        below_certain(log_probs, mask),
+        below_certain(batch.old_log_probs, mask),
+        advantages.expand_as(log_probs),
+        mask,
+        like=log_probs,
+        **kwargs,
+    )
+    return token_loss.masked_fill(~mask, 0.0)
 
 
 def below_certain(log_probs: Tensor, mask: Tensor) -> Tensor:
@@ -83,10 +97,9 @@ def call(key: str, name: str, *tensors: Tensor, like: Tensor, **kwargs) -> Tenso
     written = name.partition(":")[2]
     with contextlib.chdir("."), naming_mistakes(file, function, name=written):
         result = function(*tensors, **kwargs)
-    shape = getattr(result, "shape", None)
-    dtype = getattr(result, "dtype", None)
-    if shape != like.shape or not isinstance(result, Tensor) or not dtype.is_floating_point:
-        given = result if shape is None else f"{tuple(shape)} of {dtype}"
+    is_tensor = isinstance(result, Tensor)
+    if not is_tensor or result.shape != like.shape or not result.is_floating_point():
+        given = f"{tuple(result.shape)} of {result.dtype}" if is_tensor else result
         raise RewardError(
             f"{line_of(file, function=function)}: {written} must return a tensor of floats, "
             f"{tuple(like.shape)}, not {given!s:.80}"
