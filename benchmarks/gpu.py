@@ -157,7 +157,7 @@ def random_workload(model: nn.Module, size: Size) -> Workload:
     """Prompts of random tokens, for completions in bf16 that end as `end_rates` says."""
     config, world = load_config(["--config", os.devnull]), World(0, 1, model.device)
     sampler = sample_by_loop(config, model, torch.bfloat16, world)
-    sampler = choose_loop(sampler, print)
+    choose_loop(sampler, print)
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, model.config.vocab_size, (size.questions, PROMPT_TOKENS)).tolist()
     rates = end_rates(size.max_new_tokens).to(model.device)

@@ -569,7 +569,7 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "training.optimizer", "it cannot step what model.shard cuts; write adamw"
     if model.shard and model.load_in_4bit:
         yield "model.shard", "weights in 4 bits cannot be cut; write false for one of the two"
-    elif model.shard and model.lora is not None:
+    elif model.shard and model.lora:
         yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
     if config.sampling.backend == "vllm" and model.load_in_4bit:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
@@ -585,7 +585,7 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "model.teacher", needs_one if is_taught else "only distill reads it; write null"
     if is_taught and training.kl_coef > 0:
         yield "training.kl_coef", "the teacher is in the place of the reference; write 0"
-    if n < 2 and (not is_taught or training.distill_mix is not None):
+    if n < 2 and (not is_taught or training.distill_mix):
         yield key, "n must be at least 2, since a sample is judged by its group"
     elif k > n:
         yield key, f"the k best of n cannot be more than n; write [{n}, {n}]"
@@ -597,18 +597,18 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         )
     elif k == n and is_sil:
         yield key, "sil learns by leaving out all but the k best; write k < n, such as [2, 32]"
-    if training.num_epochs is not None and config.task.train == "generated":
+    if training.num_epochs and config.task.train == "generated":
         yield "training.num_epochs", "generated questions have no epochs; write null and num_steps"
     if (training.num_samples_per_step_global or 0) % num_ranks != 0:
         yield "training.num_samples_per_step_global", f"must be a multiple of the {num_ranks} ranks"
     if is_sil and training.advantage != "mean":
         yield "training.advantage", "sil gives the k best the advantage 1; write mean"
-    if training.policy_loss == "dppo" and training.tis_clip is not None:
+    if training.policy_loss == "dppo" and training.tis_clip:
         yield "training.tis_clip", "dppo weighs by the ratio to the sampler already; write null"
     if training.policy_loss == "gspo" and training.clip_eps >= 0.1:
         yield "training.clip_eps", "gspo's ratio is near 1, so this never clips; write 3e-4 or so"
-    if training.embedding_learning_rate is not None and training.optimizer != "muon":
+    if training.embedding_learning_rate and training.optimizer != "muon":
         fix = "only muon has one; write null, or training.optimizer=muon"
         yield "training.embedding_learning_rate", fix
-    if model.lora is not None and training.optimizer == "muon":
+    if model.lora and training.optimizer == "muon":
         yield "training.optimizer", "cannot train the factors of model.lora; write adamw"

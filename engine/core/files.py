@@ -9,8 +9,11 @@ from typing import Any, TextIO
 
 def sizes_of(folder: Path) -> dict[str, int]:
     """The bytes of each file in a folder, by its path there."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    return {
+        str(file.relative_to(folder)): file.stat().st_size
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 def read_lines(path: Path) -> list[dict]:

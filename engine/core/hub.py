@@ -82,7 +82,7 @@ def find_commit(kind: str, name: str, revision: str | None, log: Log) -> str | N
         problem = problem_of(error, name, revision)
         constants.HF_HUB_OFFLINE = status_of(error) >= 500
     commit = file.read_text() if file.is_file() else revision
-    if commit is not None and (cache / "snapshots" / commit).is_dir():
+    if commit and (cache / "snapshots" / commit).is_dir():
         log(f"{problem}: {name} is taken from the cache, at commit {commit}")
         return commit
     if kind == "dataset" and is_offline_mode():
@@ -139,8 +139,11 @@ def fetch_weights(name: str, commit: str | None, log: Log) -> None:
     found = []
     size = ""
     with suppress(errors.HfHubHTTPError):  # a mirror may not tell; then loading fetches them
-        listed = HfApi().list_repo_tree(name, revision=commit)
-        found = [file for file in listed if fnmatch(file.path, "model*.safetensors")]
+        found = [
+            file
+            for file in HfApi().list_repo_tree(name, revision=commit)
+            if fnmatch(file.path, "model*.safetensors")
+        ]
         size = f", {sum(file.size for file in found) / 1e6:,.1f} MB,"
     log(f"fetching {name}{size} into {constants.HF_HUB_CACHE}")
     enable_progress_bars()

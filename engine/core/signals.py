@@ -51,7 +51,7 @@ class Left(BaseException):
 def leave_if_signalled() -> None:
     """Raises `Left` in such a block. It is called at each token, and before a task's functions."""
     watch = getattr(LEAVABLE, "watch", None)
-    if watch is not None and watch.first:
+    if watch and watch.first:
         raise Left
 
 

@@ -29,11 +29,6 @@ def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def position_ids(mask: Tensor) -> Tensor:
-    """Positions (B, T) that count kept tokens only, so that padding on the left shifts nothing."""
-    return (mask.long().cumsum(dim=-1) - 1).clamp(min=0)
-
-
 def left_pad(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and mask (True = a token), both (B, longest), padded on the left."""
     longest = max(len(row) for row in rows)

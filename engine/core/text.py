@@ -54,8 +54,9 @@ class Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         names = collections.Counter(str(key.value) for key, _ in node.value)
         if twice := [name for name in names if names[name] > 1]:
-            problem = f"the key {twice[0]} is given twice"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {twice[0]} is given twice", node.start_mark
+            )
         return {str(key): value for key, value in super().construct_mapping(node, deep).items()}
 
 

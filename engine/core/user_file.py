@@ -31,8 +31,9 @@ def import_file(path: Path) -> ModuleType:
         with contextlib.chdir("."):  # it may go elsewhere, but all paths are relative to here
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # an exit would end the run as if all were well
-        problem = f"{line_of(str(path), error=error)}: {type(error).__name__}: {error}"
-        raise ConfigError(problem) from error
+        raise ConfigError(
+            f"{line_of(str(path), error=error)}: {type(error).__name__}: {error}"
+        ) from error
     return module
 
 
@@ -59,15 +60,18 @@ def find_function(name: str, key: str) -> tuple[str, Callable]:
 
 def line_of(file: str, *, error: Exception | None = None, function: Callable | None = None) -> str:
     """The file with the line of it that raised the error, else the line where the function is."""
-    frames = traceback.extract_tb(error and error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == file]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error and error.__traceback__)
+        if frame.filename == file
+    ]
     if not lines and isinstance(error, SyntaxError):
         lines = [error.lineno]
     function = function.func if isinstance(function, functools.partial) else function
     if function and not inspect.isroutine(function):  # an object that can be called
         function = type(function).__call__
     code = getattr(inspect.unwrap(function), "__code__", None) if function else None
-    if not lines and code is not None and code.co_filename == file:
+    if not lines and code and code.co_filename == file:
         lines = [code.co_firstlineno]
     return f"{file}, line {lines[-1]}" if lines else file
 
@@ -95,7 +99,8 @@ class naming_mistakes:
             return
         where = line_of(self.file, error=error, function=self.function)
         name = self.name or getattr(self.function, "__name__", "it")
-        problem = f"{name} raised {type(error).__name__}: {error}"
         about = "" if self.question is None else f": question {self.question!r:.200}"
         form = self.form if re.search(r"\b(str|string|list)\b", str(error)) else ""
-        raise RewardError(f"{where}: {problem}{form}{about}") from error
+        raise RewardError(
+            f"{where}: {name} raised {type(error).__name__}: {error}{form}{about}"
+        ) from error

@@ -1,4 +1,7 @@
-"""LoRA: train a small adapter on a model whose own weights stay as they are, maybe in 4 bits."""
+"""LoRA: train a small adapter on a model whose own weights stay as they are, maybe in 4 bits.
+
+Who comes here for an adapter has asked for peft, in load.py, and been told if it is missing.
+"""
 
 import os
 import warnings
@@ -36,14 +39,17 @@ def quantization_config(device: torch.device, compute_dtype: torch.dtype) -> Bit
 
 def keep_4bit_layout(model: nn.Module) -> None:
     """Stop bitsandbytes from packing 4-bit weights on some CPUs: packed, they pass no gradient."""
-    bitsandbytes = import_package("bitsandbytes", key="model.load_in_4bit = true")
+    from bitsandbytes.nn import Linear4bit  # `quantization_config` has asked for it
+
     for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
+        if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
 
 
 def add_adapter(model: nn.Module, settings: ModelSettings, *, seed: int) -> None:
     """Freeze the model and add an adapter B A, of fp32 weights; ValueError for a layer it lacks."""
+    from peft import LoraConfig
+
     lora = settings.lora
     is_everywhere = lora.target_modules == "all-linear"
     head = model.get_output_embeddings()
@@ -53,7 +59,7 @@ def add_adapter(model: nn.Module, settings: ModelSettings, *, seed: int) -> None
         if not any(name.endswith(f".{target}") for name in layers):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
             raise ValueError(f"model.lora.target_modules: no layer is named {target}, but {known}")
-    described = import_package("peft", key="model.lora").LoraConfig(
+    described = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -91,7 +97,8 @@ def load_by_peft(model: nn.Module, settings: ModelSettings, *, is_trainable: boo
 
     transformers' own load_adapter does not know the weights of DoRA or of single tokens.
     """
-    peft = import_package("peft", key="it is an adapter")
+    import peft
+
     described = peft.PeftConfig.from_pretrained(settings.name, revision=settings.revision)
     # An adapter that is trained on is saved with its base's commit.
     described.revision = commit_of(described.base_model_name_or_path, described.revision)
@@ -124,7 +131,8 @@ def check_fit(loading: Any) -> None:
 
 def cast_adapter_to_fp32(model: nn.Module) -> None:
     """Give the adapter fp32 weights, whatever the dtype of the layers that it is added to."""
-    tuners = import_package("peft", key="model.lora").tuners.tuners_utils
+    from peft.tuners import tuners_utils as tuners
+
     tuners.cast_adapter_dtype(model, "default")
     for module in model.modules():
         # Else peft casts inputs to fp32, and our autocast those of bf16 layers back.
@@ -134,7 +142,10 @@ def cast_adapter_to_fp32(model: nn.Module) -> None:
 
 def load_adapter_weights(model: nn.Module, folder: Path) -> None:
     """Overwrite the weights of the model's adapter with saved ones."""
-    peft = import_package("peft", key="model.lora")
-    saved = load_file(folder / "adapter_model.safetensors")
-    weights = {key.removeprefix("base_model.model."): value for key, value in saved.items()}
-    check_fit(peft.set_peft_model_state_dict(model, weights))
+    from peft import set_peft_model_state_dict
+
+    weights = {
+        key.removeprefix("base_model.model."): value
+        for key, value in load_file(folder / "adapter_model.safetensors").items()
+    }
+    check_fit(set_peft_model_state_dict(model, weights))

@@ -55,16 +55,16 @@ def load_model_and_tokenizer(
     settings = config.model.source
     is_training = config.mode == "train"
     dtype = compute_dtype or choose_compute_dtype(settings, device)
-    if is_training and settings.teacher is not None:
+    if is_training and settings.teacher:
         check_teacher(config, log)  # its tokens, before any weights are loaded
-    if is_training and settings.lora is not None:
+    if is_training and settings.lora:
         import_package("peft", key="model.lora")
     with one_line_errors(config.model.name, key=key):
         check_folder(settings.name)
         config = config.replace(model=at_commit(config.model, log))
         settings = config.model.source
         base, tokenizer = load_base_tokenizer(config, log)
-        is_whole = is_training and base is None and settings.lora is None
+        is_whole = is_training and not base and not settings.lora
         own = torch.float32 if is_whole and not settings.load_in_4bit else dtype
         model = load_model(base or settings, config, dtype=own, device=device, log=log)
         eos_ids = find_eos_ids(model, tokenizer, stop=config.sampling.stop)
@@ -74,7 +74,7 @@ def load_model_and_tokenizer(
             eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
         )
         check_causal(model)
-        if base is not None:
+        if base:
             from engine.model.adapters import load_adapter  # off by default
 
             load_adapter(model, settings, is_trainable=is_training)
@@ -86,7 +86,7 @@ def load_model_and_tokenizer(
         return load_model_and_tokenizer(
             config, device, no_log, compute_dtype=torch.float32, key=key
         )
-    if is_training and settings.lora is not None and base is None:
+    if is_training and settings.lora and not base:
         from engine.model import adapters
 
         adapters.add_adapter(model, settings, seed=config.training.seed)
@@ -102,7 +102,7 @@ def load_base_tokenizer(
     """
     settings = config.model.source
     base = find_base(settings, log)
-    if base is not None:
+    if base:
         check_base(base, log)
         has_own = any(
             cached_file(
@@ -176,9 +176,9 @@ def check_teacher(config: Config, log: Log) -> None:
     for settings, key in ((config, "model.name"), (of_teacher(config), "model.teacher")):
         with one_line_errors(settings.model.name, key=key):
             base, tokenizer = load_base_tokenizer(settings, no_log)
-            model_config = load_model_config(base or settings.model)
+            model_config = load_model_config(base or settings.model).get_text_config()
         tokenizers.append(tokenizer)
-        sizes.append(model_config.get_text_config().vocab_size)
+        sizes.append(model_config.vocab_size)
     ids, others = (tokenizer.get_vocab() for tokenizer in tokenizers)
     if missing := [token for token in ids if others.get(token) != ids[token]]:
         raise ValueError(
@@ -235,8 +235,8 @@ def load_model_config(settings: ModelSettings) -> PretrainedConfig:
     model_config = AutoConfig.from_pretrained(
         settings.name, revision=settings.revision, trust_remote_code=settings.trust_remote_code
     )
-    code = str(getattr(model_config, "auto_map", ""))
-    others = {*re.findall(r"[\w.-]+/[\w.-]+(?=--)", code)} - {settings.name}
+    others = {*re.findall(r"[\w.-]+/[\w.-]+(?=--)", str(getattr(model_config, "auto_map", "")))}
+    others -= {settings.name}
     if others and settings.trust_remote_code:
         raise ValueError(
             f"its code is in {min(others)}, whose commit no run keeps: copy model and code into "
@@ -257,7 +257,7 @@ def check_host_memory(
     rank of model.shard loads all weights; what a CPU trains has gradients and averages too.
     """
     num_bytes = dtype.itemsize  # of each weight
-    if config.mode == "train" and settings.lora is None and not settings.shard:
+    if config.mode == "train" and not settings.lora and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
     how = {"attn_implementation": settings.attn_implementation}
     own_code = getattr(model_config, "auto_map", ())

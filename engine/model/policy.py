@@ -69,7 +69,7 @@ class Policy:
     def end_tokens(self) -> str:
         """The tokens at which a completion ends, in words; None is an id without a token."""
         tokens = map(str, self.tokenizer.convert_ids_to_tokens(self.params.eos_ids))
-        texts = self.params.stop.texts if self.params.stop is not None else []
+        texts = self.params.stop.texts if self.params.stop else []
         return " or ".join([*tokens, *map(repr, texts)])
 
     def has_large_logits(self, config: Config, device: torch.device, log: Log) -> bool:
@@ -86,9 +86,9 @@ class Policy:
 
     def reference_model(self, config: Config) -> nn.Module:
         """The teacher, else the model that the run starts from: a frozen copy, but with LoRA."""
-        if self.teacher is not None:
+        if self.teacher:
             return self.teacher
-        if config.model.lora is not None:
+        if config.model.lora:
             return self.model
         return copy_in(self.compute_dtype, self.model, self.model.device)
 
@@ -104,7 +104,7 @@ class Policy:
         from engine.update.shards import shard_scorer
 
         self.scorer = shard_scorer(self.scorer, world, reshard_after_forward=False)
-        if self.reference is not None:
+        if self.reference:
             self.reference = shard_scorer(self.reference, world, reshard_after_forward=True)
 
     @torch.no_grad()
@@ -133,7 +133,8 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
         check_vllm(model, sampler, tokenizer.encode("12 plus 30 is 42, and Rome is in Italy."))
     else:
         sampler = sample_by_loop(config, model, dtype, world)
-        sampler = choose_loop(sampler, log) if settings.backend == "grouped" else sampler
+        if settings.backend == "grouped":
+            choose_loop(sampler, log)
     is_training = config.mode == "train"
     policy = Policy(model, sampler, tokenizer, params, dtype, is_in_training=is_training)
     steady = context_of(model, is_steady=True)
@@ -142,7 +143,7 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
         if is_training:
             means = "that is its context in training"
         log(f"warning: this model's positions turn otherwise from {steady:,} tokens on: {means}")
-    if is_training and config.model.teacher is not None:
+    if is_training and config.model.teacher:
         load_teacher(policy, config, world, log)
     return policy
 
@@ -182,7 +183,7 @@ def sampling_params(
         stop = StopTexts(tokenizer, texts, eos_ids)
     if config.mode == "train" and (sampling.top_p < 1 or sampling.top_k > 0):
         log("sampling.top_p or top_k draws from less than what is scored: the gradient is biased")
-    if sampling.calculator is not None:
+    if sampling.calculator:
         from engine.sampling.calculator import Calculator
 
         calculator = Calculator(tokenizer, sampling.calculator)

@@ -30,7 +30,7 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
     file = cached_file(
         name, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
     )
-    if file is not None:
+    if file:
         expected = Tokenizer.from_file(file).encode(TOKENIZER_PROBE, add_special_tokens=False)
         if ids != expected.ids:  # its pre-tokenizer was replaced by that of the model's family
             log("AutoTokenizer changes this model's tokens: PreTrainedTokenizerFast is used")
@@ -47,8 +47,11 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
         raise ValueError(f"task.template_options: its chat template has no {unread[0]}")
     if tokenizer.chat_template is not None and config.task.template_date is not None:
         day = datetime.fromisoformat(config.task.template_date)
-        template = TODAY.sub(lambda m: repr(day.strftime(m[2])), tokenizer.get_chat_template())
-        options = options | {"chat_template": template}  # best/ keeps the template as it was
+        options = options | {  # best/ keeps the template as it was
+            "chat_template": TODAY.sub(
+                lambda m: repr(day.strftime(m[2])), tokenizer.get_chat_template()
+            )
+        }
     # Every call of it gets them: for prompts, for checks, for the token that ends a turn.
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
@@ -67,8 +70,7 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: 
     chat = [{"role": "user", "content": TOKENIZER_PROBE}]
     used = {*tokenizer.encode(render_prompt(chat, tokenizer), add_special_tokens=True)}
     used |= {tokenizer.pad_token_id, tokenizer.eos_token_id, end_of_turn(tokenizer)}
-    unused = special_ids(tokenizer) - used
-    largest = max(set(tokenizer.get_vocab().values()) - unused)
+    largest = max({*tokenizer.get_vocab().values()} - (special_ids(tokenizer) - used))
     if largest >= num_embeddings:
         raise ValueError(
             f"its tokenizer gives ids up to {largest}, but it has {num_embeddings} embeddings; "

@@ -51,7 +51,7 @@ class Contract:
     def extract_answer(self, completion: str, example: dict, *, options: TaskSettings) -> Any:
         """What the reward read, if reward_function returns that as `read`; else the text."""
         read = completion.strip()
-        if self.reward_function is not None:
+        if self.reward_function:
             paid = self.reward_function(completion, example, options=options, num_tokens=0)
             read = paid.get("read", read) if isinstance(paid, dict) else read
         return None if read is None else str(read) or None
@@ -111,7 +111,7 @@ class Task(Contract):
 
     def asked(self, example: dict) -> str:
         """What the model is asked; of an Environment, which may say more, the question's key."""
-        if self.Environment is not None:
+        if self.Environment:
             return self.key_of(example)
         posed = self.pose(example)
         return posed if isinstance(posed, str) else "\n".join([str(m["content"]) for m in posed])

@@ -119,7 +119,7 @@ def set_number_columns(task: Task, log: Log = no_log, *others: str) -> None:
 
 def check_wording(settings: TaskSettings, question: dict, log: Log) -> None:
     """ValueError if task.prompt names no key of the question; warns of a word that looks wrong."""
-    if settings.prompt is not None and fill(settings.prompt, question) == settings.prompt:
+    if settings.prompt and fill(settings.prompt, question) == settings.prompt:
         keys = ", ".join(f"{{{key}}}" for key in question)
         raise ValueError(f"task.prompt: it does not hold the question; write one of {keys} into it")
     for word in re.findall(r"\{(\w+)\}", f"{settings.prompt} {settings.system_prompt}"):
@@ -140,8 +140,10 @@ def check_functions(task: Task, example: dict, limit: int) -> None:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     texts = [isinstance(m, dict) and m.get("role") and m.get("content") for m in messages or [0]]
     if not all(isinstance(text, str) and text.strip() for text in texts):
-        wanted = 'a text or a list of chat messages such as {"role": "user", "content": "..."}'
-        raise ValueError(f"{task.file}: generate_prompt must return {wanted}, not {prompt!r:.80}")
+        raise ValueError(
+            f"{task.file}: generate_prompt must return a text or a list of chat messages such as "
+            f'{{"role": "user", "content": "..."}}, not {prompt!r:.80}'
+        )
     if task.Environment is None:
         reward_parts(task, [[""]], [example], [[None]], limit)
     if task.functions:
@@ -210,7 +212,7 @@ def load_examples(
         import_package(package, key=f"task.name = {Path(task.file).stem}")
     load = task.generate_questions if source == "generated" else None
     name = "load_examples" if task.load_examples else "generate_questions"
-    if task.load_examples is not None:  # the task has its own way to load
+    if task.load_examples:  # the task has its own way to load
         held_out = task.options.train == task.options.eval
         load = functools.partial(task.load_examples, source, held_out=held_out)
     if load is None:

@@ -39,13 +39,21 @@ def start_conversations(
 ) -> PromptBatch:
     """The prompts, and a conversation with the task's Environment for each sample of them."""
     turns = Turns(policy.tokenizer, task)
-    device = policy.model.device
     groups = []
     room = (policy.context_length or 10**9) - params.max_new_tokens
     for question, seed in zip(questions, seeds, strict=True):
         prompt_ids = []  # filled below, once `reset` has said what it adds
         group = [
-            Conversation(task, turns, question, prompt_ids, (*seed, sample), params, device, clock)
+            Conversation(
+                task,
+                turns,
+                question,
+                prompt_ids,
+                (*seed, sample),
+                params,
+                policy.model.device,
+                clock,
+            )
             for sample in range(1, params.group_size + 1)
         ]
         texts = {conversation.opening for conversation in group}

@@ -346,8 +346,9 @@ class DaemonThreads(ThreadPoolExecutor):
     def submit(self, function, /, *arguments, **named) -> Future:
         future = Future()
         future.set_running_or_notify_cancel()
-        given = (future, function, arguments, named)
-        threading.Thread(target=fulfil, args=given, daemon=True).start()
+        threading.Thread(
+            target=fulfil, args=(future, function, arguments, named), daemon=True
+        ).start()
         return future
 
 

@@ -19,7 +19,7 @@ def reward_parts(
     does not apply is None.
     """
     with contextlib.chdir("."):  # a reward may go elsewhere, but all paths are relative to here
-        if task.reward_groups is not None:
+        if task.reward_groups:
             return task.reward_groups(texts, examples, groups, limit)
         return [
             [parts_of(task, text, example, c) for text, c in zip(some, group, strict=True)]
@@ -31,7 +31,7 @@ def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str,
     """What reward_function and Environment pay for a completion; a number is the part `answer`."""
     parts = {}
     payer = "get_reward"
-    if task.reward_function is not None:
+    if task.reward_function:
         payer = "reward_function"
         num_tokens = len(completion.token_ids) if completion else 0
         with naming_mistakes(task.file, task.reward_function, example):

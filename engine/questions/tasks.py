@@ -36,8 +36,15 @@ class Hub:
 
 
 FUNCTION = "a function or a class, and not async"
-OPTIONAL = ("reward_function", "extract_answer", "parse_question", "is_lenient_solved")
-OPTIONAL += ("generate_questions", "load_examples", "Environment")
+OPTIONAL = (
+    "reward_function",
+    "extract_answer",
+    "parse_question",
+    "is_lenient_solved",
+    "generate_questions",
+    "load_examples",
+    "Environment",
+)
 # The names that a module may define for a task: the type of each, and what a line calls it.
 KINDS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("generate_prompt", "parse_row", "question_key"), (Callable, FUNCTION)),
@@ -81,8 +88,11 @@ def load_task(options: TaskSettings) -> Task:
 
 def functions_in(reward: str) -> list[str]:
     """The functions that a task.reward names, in its order, each as module:function."""
-    named = re.findall(r"([\w.]+):(\w+|\[[^\]]*\])", reward)
-    return [f"{module}:{name}" for module, names in named for name in re.findall(r"\w+", names)]
+    return [
+        f"{module}:{name}"
+        for module, names in re.findall(r"([\w.]+):(\w+|\[[^\]]*\])", reward)
+        for name in re.findall(r"\w+", names)
+    ]
 
 
 def check_form(text: Any) -> str:
@@ -100,8 +110,8 @@ def check_form(text: Any) -> str:
 def built_in_tasks() -> list[str]:
     """The names of the tasks in the checkout; other files in tasks/ pay no reward."""
     paths = [ROOT / "countdown.py", *sorted(ROOT.glob("tasks/*.py"))]
-    pays = re.compile(r"^(def reward_function|class Environment)\b", re.MULTILINE)
-    return [path.stem for path in paths if pays.search(path.read_text("utf-8"))]
+    pays = r"(?m)^(def reward_function|class Environment)\b"
+    return [path.stem for path in paths if re.search(pays, path.read_text("utf-8"))]
 
 
 def is_of(name: str, value: object) -> bool:

@@ -44,7 +44,7 @@ def render_prompt(
 def tool_schemas(task: Task) -> list[dict]:
     """The tools of the task's Environment, its public methods, as a chat template tells of them."""
     try:
-        environment = task.Environment() if task.Environment is not None else None
+        environment = task.Environment() if task.Environment else None
         methods = inspect.getmembers(type(environment), inspect.isfunction)
         names = [name for name, _ in methods if not re.match("_|(reset|respond|get_reward)$", name)]
         return [get_json_schema(getattr(environment, name)) for name in names]

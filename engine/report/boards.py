@@ -134,18 +134,24 @@ class MlflowRun(Board):
 
     def start(self, run_id: str | None, folder: Path, about: dict) -> tuple[str, str]:
         self.client = self.package.MlflowClient()
-        if run_id is not None:
+        if run_id:
             run = self.client.get_run(run_id)
             step, _, evaluated = run.data.tags.get("last_sent", "-1").partition(" ")
             self.last_sent = (int(step), evaluated != "")
             self.client.update_run(run_id, status="RUNNING")
         else:
             experiment_id = self.package.set_experiment(about["experiment"]).experiment_id
-            tags = {"mlflow.note.content": about["description"]}  # Markdown
-            run = self.client.create_run(experiment_id, run_name=about["run_name"], tags=tags)
+            run = self.client.create_run(
+                experiment_id,
+                run_name=about["run_name"],
+                tags={"mlflow.note.content": about["description"]},  # Markdown
+            )
             run_id = run.info.run_id
-            named = {mlflow_name(name): value for name, value in about["params"].items()}
-            self.package.log_params(named, synchronous=True, run_id=run_id)
+            self.package.log_params(
+                {mlflow_name(name): value for name, value in about["params"].items()},
+                synchronous=True,
+                run_id=run_id,
+            )
             self.client.log_text(run_id, about["config_text"], "config.yaml")
         server = re.sub("//.*@", "//", self.package.get_tracking_uri()).rstrip("/")  # no password
         page = f"#/experiments/{run.info.experiment_id}/runs/{run_id}"

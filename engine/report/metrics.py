@@ -1,7 +1,6 @@
 """What is measured: of a step, of an evaluation, by mode=evaluate alone; signs of a collapse."""
 
 import copy
-import functools
 import math
 import resource
 import statistics
@@ -38,7 +37,6 @@ def peak_memory_gb(device: torch.device) -> float:
 def rollout_metrics(groups: Groups, reward_parts: tuple[str, ...]) -> Sums:
     """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
     sampled = [t for group in groups for t in group]
-    batch = [t for t in sampled if t.in_batch]
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     num = rewards.shape[1]
     num_drawn = sum(t.completion.num_sampled for t in sampled)
@@ -46,7 +44,7 @@ def rollout_metrics(groups: Groups, reward_parts: tuple[str, ...]) -> Sums:
     columns["reward"] = [t.reward for t in sampled]
     columns["solved"] = [t.is_solved for t in sampled]
     columns["zero_advantage_frac"] = (rewards.amax(dim=1) == rewards.amin(dim=1)).tolist()
-    columns["advantage_abs"] = [abs(t.advantage) for t in batch]
+    columns["advantage_abs"] = [abs(t.advantage) for t in sampled if t.in_batch]
     for part in (name for name in reward_parts if name != "timeout"):
         paid = [t.reward_parts[part] for t in sampled]
         columns[f"part_{part}"] = [x for x in paid if x is not None]
@@ -64,7 +62,7 @@ def of_completions(sampled: list[Trajectory]) -> dict[str, list[float]]:
         "completion_tokens": [len(t.completion.token_ids) for t in sampled],
         "truncated_frac": [t.completion.truncated for t in sampled],
     }
-    if sampled[0].completion.conversation is not None:
+    if sampled[0].completion.conversation:
         columns["turns"] = [t.completion.num_turns for t in sampled]
     if "timeout" in sampled[0].reward_parts:
         columns["reward_timeouts"] = [t.reward_parts["timeout"] for t in sampled]
@@ -107,10 +105,10 @@ def evaluation_metrics(
     num_questions = int(world.sum([len(groups)]))
     solved = [[t.is_solved for t in group] for group in groups]
     solved = world.gather_rows(solved, (num_questions, validation.best_of_n))
-    sampled = [t for group in groups for t in group]
+    columns = of_completions([t for group in groups for t in group])
     rates = solve_rates(solved, validation.reported_k)
     rates |= mean_rewards(groups, task.REWARD_PARTS, num_questions, world)
-    return rates | reduce_means(sums_of("eval", of_completions(sampled)), world)
+    return rates | reduce_means(sums_of("eval", columns), world)
 
 
 def mean_rewards(
@@ -142,7 +140,7 @@ def single_answer_metrics(
     mine = world.share(questions)
     answers = [trajectory for (trajectory,) in greedy]
     solved = {}
-    if task.extract_answer is not None:
+    if task.extract_answer:
         solved["majority"] = []
         for group, example in zip(groups, mine, strict=True):
             votes = [read_answer(task, t.text, example) for t in group]
@@ -151,15 +149,15 @@ def single_answer_metrics(
             is_right = bool(given) and group[votes.index(statistics.mode(given))].is_solved
             solved["majority"].append(is_right)
     solved["greedy"] = [t.is_solved for t in answers]
-    if task.is_lenient_solved is not None:
+    if task.is_lenient_solved:
         solved["strict"] = solved["greedy"]
-        is_solved = functools.partial(task.is_lenient_solved, options=task.options)
         solved["lenient"] = [
-            not t.completion.is_broken and is_solved(t.text, example)
+            not t.completion.is_broken
+            and task.is_lenient_solved(t.text, example, options=task.options)
             for t, example in zip(answers, copy.deepcopy(mine), strict=True)
         ]
-    num_tokens = sum(len(t.completion.token_ids) for t in answers)
-    metrics = reduce_means({"eval/greedy_tokens": (num_tokens, len(answers))}, world)
+    lengths = [len(t.completion.token_ids) for t in answers]
+    metrics = reduce_means(sums_of("eval", {"greedy_tokens": lengths}), world)
     for name, column in solved.items():
         table = world.gather_rows(column, (len(questions), 1))
         metrics |= with_interval(f"eval/{name}", table[:, 0], is_binary=True)

@@ -71,7 +71,7 @@ def save_checkpoint(run: Run) -> None:
     state = run.state
     if state.skipped_in_a_row > 0:
         newest = world.on_main(newest_whole, root)
-        if newest is not None and step_of(newest) >= state.changed_at:
+        if newest and step_of(newest) >= state.changed_at:
             run.logger.info("all steps since the newest checkpoint were skipped: nothing to save")
             return
     # The norm can overflow for finite weights, but only for ones far too large for usable logits.
@@ -188,7 +188,7 @@ def save_model(
             model.save_pretrained(temporary, state_dict=weights)
         tokenizer.save_pretrained(temporary)
         (temporary / "README.md").write_text(card, "utf-8")  # in the place of peft's own
-        if best is not None:
+        if best:
             (temporary / "best.json").write_text(json.dumps(best), "utf-8")
 
 

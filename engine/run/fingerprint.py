@@ -58,10 +58,9 @@ def of_files(
     found = {what: of_model(config, with_weights=with_weights)}
     with one_line_errors(source.name, key=key):
         base = find_base(source)
-    if base is not None:
-        of_base = config.replace(model=base)
-        found[f"{what}'s base"] = of_model(of_base, with_weights=with_weights)
-    if config.mode == "train" and config.model.teacher is not None:
+    if base:
+        found[f"{what}'s base"] = of_model(config.replace(model=base), with_weights=with_weights)
+    if config.mode == "train" and config.model.teacher:
         found |= of_files(of_teacher(config), "model.teacher", with_weights=with_weights)
     return found
 

@@ -54,7 +54,7 @@ def check_disk(folder: Path, config: Config, num_weights: int) -> None:
     checkpoint = (FP32 + AVERAGES[config.training.optimizer]) * num_weights  # its bytes
     twice_best = 2 * FP32 * num_weights  # the new one is written before the old one goes
     num_checkpoints = math.ceil(config.training.num_steps / config.checkpoint.every)
-    if config.checkpoint.keep is not None:
+    if config.checkpoint.keep:
         num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
     needed = num_checkpoints * checkpoint + twice_best
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
@@ -129,7 +129,7 @@ def bytes_of_pass(run: Run, num_rows: int, row: int) -> float:
     held = torch.cuda.memory_allocated(device)
     try:
         log_probs = policy.inner_scorer(ids, mask, temperature=policy.params.temperature)
-        if policy.reference is not None:
+        if policy.reference:
             policy.score_by_reference(ids, mask)
         (0.0 * log_probs.sum()).backward()
     except torch.OutOfMemoryError:

@@ -33,7 +33,7 @@ def run_folder(config: Config) -> Path:
     """The folder of this run; of an evaluated model that of the run that made it, if possible."""
     if config.mode == "evaluate" and config.run.name is None:
         folder = run_that_made(config.model.name)
-        if folder is not None and os.access(folder, os.W_OK):
+        if folder and os.access(folder, os.W_OK):
             return folder
     return Path(config.run.dir) / run_name(config)
 

@@ -122,15 +122,16 @@ def describe_step(run: Run, questions: list[dict], groups: Groups, update: Updat
     for group, question in zip(groups[:MAX_GROUPS], questions, strict=False):
         ordered = sorted(group, key=lambda t: -t.reward)  # ties in the order of sampling
         del ordered[MAX_COMPLETIONS // 2 : -MAX_COMPLETIONS // 2]  # of a large group the middle
-        record = {
-            "step": step,
-            "question": shorten(run.task.question_text(question), MAX_HEADING),
-            "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
-            "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
-            "size": len(group),
-            "completions": [completion_record(t, tokenizer, weights) for t in ordered],
-        }
-        lines += json_line(record)
+        lines += json_line(
+            {
+                "step": step,
+                "question": shorten(run.task.question_text(question), MAX_HEADING),
+                "prompt": shorten(tokenizer.decode(group[0].prompt_ids), MAX_CHARACTERS),
+                "gold": shorten(plain(question.get("answer", question)), MAX_CHARACTERS),
+                "size": len(group),
+                "completions": [completion_record(t, tokenizer, weights) for t in ordered],
+            }
+        )
     return lines if num_bytes + len(lines) <= MAX_ROLLOUTS_BYTES else ""
 
 
@@ -157,16 +158,19 @@ def show_evaluation(run: Run, title: str, metrics: Metrics, groups: Groups) -> l
 def samples_of(run: Run, groups: Groups, questions: list[dict], split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
     task = run.task
-    has_rows = bool(task.functions)  # of any columns: people read what the model is asked
-    numbered = zip(*groups, strict=True)  # the first completion of each group, then the second
-    pairs = [pair for some in numbered for pair in zip(some, questions, strict=True)]
+    pairs = [
+        pair for some in zip(*groups, strict=True) for pair in zip(some, questions, strict=True)
+    ]
     return [
         {
             "split": split,
             "prompt": run.policy.tokenizer.decode(trajectory.prompt_ids),
             "question": task.question_text(question),
             "completion": trajectory.text,
-            "gold": question.get("answer", task.question_text(question) if has_rows else question),
+            # A row of task.reward has any columns: people read what the model is asked.
+            "gold": question.get(
+                "answer", task.question_text(question) if task.functions else question
+            ),
             "answer": read_answer(task, trajectory.text, question),
             "reward": trajectory.reward,
             "reward_parts": trajectory.reward_parts,
@@ -187,8 +191,9 @@ def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups
     config = run.config
     world = run.world
     metrics |= single_answer_metrics(run.task, run.validation_questions, groups, greedy, world)
-    title = f"evaluation of {config.model.name} on {config.task.name}"
-    samples = show_evaluation(run, title, metrics, groups)
+    samples = show_evaluation(
+        run, f"evaluation of {config.model.name} on {config.task.name}", metrics, groups
+    )
     if world.is_main:
         folder = run.folder / f"eval-{datetime.now():%Y%m%d-%H%M%S-%f}"
         folder.mkdir(parents=True)
@@ -201,15 +206,20 @@ def report_evaluation(run: Run, metrics: Metrics, groups: Groups, greedy: Groups
 
 def write_settings(folder: Path, config: Config) -> None:
     """Write every setting to config.yaml, which `pin` reads, below the versions in use."""
-    # Without a tag it is the commit's hash; an edited tree is called dirty.
-    command = ["git", "describe", "--always", "--dirty"]
     revision = ""
     with contextlib.suppress(OSError):  # no git here
-        revision = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    libraries = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    head = f"# plain-grpo {revision or '?'}, Python {platform.python_version()}, {libraries}\n"
-    own = f"# {OWN_CODE}: {of_own_code(load_task(config.task), config.training)}\n"
-    write_atomically(folder / "config.yaml", head + own + dump(config))  # tools.plot reads `own`
+        # Without a tag it is the commit's hash; an edited tree is called dirty.
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+        )
+        revision = described.stdout.strip()
+    write_atomically(
+        folder / "config.yaml",
+        f"# plain-grpo {revision or '?'}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}\n"
+        # tools.plot reads this line
+        f"# {OWN_CODE}: {of_own_code(load_task(config.task), config.training)}\n{dump(config)}",
+    )
 
 
 def finish(run: Run) -> int:
@@ -218,9 +228,9 @@ def finish(run: Run) -> int:
     if run.lock:
         run.lock.close()
     if run.is_over and run.state.evaluated_at == step:
-        num_bytes = sum(sizes_of(run.folder).values())
         run.logger.info(summary(run))
-        run.logger.info(f"on the disk:    {num_bytes / 1e6:,.1f} MB in {run.folder}")
+        size_mb = sum(sizes_of(run.folder).values()) / 1e6
+        run.logger.info(f"on the disk:    {size_mb:,.1f} MB in {run.folder}")
         remark_at_end(run)
         run.logger.close()
         return 1 if run.unsaved or not run.state.has_trained else 0

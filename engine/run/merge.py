@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from engine.core.config import Config, ConfigError, LoraSettings, dotted_values
 from engine.core.distributed import World
 from engine.core.hub import fetch_weights
-from engine.core.packages import import_package
 from engine.core.types import Log, no_log
 from engine.model.adapters import load_by_peft
 from engine.model.load import load_base_tokenizer, one_line_errors
@@ -29,8 +28,9 @@ def start_from_adapter(config: Config, world: World, log: Log) -> Config:
     """
     settings = config.model
     with one_line_errors(settings.name):
-        peft = import_package("peft", key="it is an adapter")
-        described = peft.PeftConfig.from_pretrained(settings.name, revision=settings.revision)
+        from peft import PeftConfig  # `find_base` has asked for it
+
+        described = PeftConfig.from_pretrained(settings.name, revision=settings.revision)
         if described.peft_type != "LORA":
             raise ValueError(f"it is an adapter of the kind {described.peft_type}, not LORA")
     if settings.load_in_4bit:
@@ -58,7 +58,7 @@ def trained_on(described: object, config: Config) -> LoraSettings:
         dropout=described.lora_dropout if given is None else given.dropout,
         target_modules=targets,
     )
-    if given is not None and (given.r, given.alpha) != (lora.r, lora.alpha):
+    if given and (given.r, given.alpha) != (lora.r, lora.alpha):
         raise ConfigError(
             f"model.lora = {given.model_dump()}: the adapter has r: {lora.r}, alpha: {lora.alpha}, "
             "and in 4 bits it trains on; write these, or null"
@@ -101,6 +101,8 @@ def merged(
     config: Config, log: Log, *, dtype: torch.dtype
 ) -> tuple[nn.Module, PreTrainedTokenizerFast]:
     """The adapter's sum with its base, by peft, and its tokenizer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     base, tokenizer = load_base_tokenizer(config, log)
     fetch_weights(base.name, base.revision, log)
     model = AutoModelForCausalLM.from_pretrained(
@@ -113,7 +115,6 @@ def merged(
     check_vocabulary(model, tokenizer, no_log)
     peft_model = load_by_peft(model, config.model)
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    adapted = import_package("peft", key="it is an adapter").tuners.tuners_utils.BaseTunerLayer
-    if ends[0].weight is ends[1].weight and any(isinstance(end, adapted) for end in ends):
+    if ends[0].weight is ends[1].weight and any(isinstance(end, BaseTunerLayer) for end in ends):
         raise ValueError("it adapts one of embeddings and head, and a sum would change both")
     return peft_model.merge_and_unload(), tokenizer

@@ -44,8 +44,10 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if isinstance(error, (RuntimeError, MemoryError)):
             if not is_out_of_memory(error):
                 raise
-            fix = "end other programs on it, or set model.lora or model.shard (docs/models.md)"
-            error = ValueError(f"the memory is full before anything is sampled: {fix}")
+            error = ValueError(
+                "the memory is full before anything is sampled: end other programs on it, or set "
+                "model.lora or model.shard (docs/models.md)"
+            )
         is_config = isinstance(error, ConfigError)
         # A restart by torchrun would repeat what its first start has printed. That there is one is
         # a mistake of its own (see `read_environment`), which the first restart prints.

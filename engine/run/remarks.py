@@ -32,7 +32,7 @@ def remark_at_start(run: Run) -> None:
     """On learning rates that move nothing."""
     training = run.config.training
     dtype = run.policy.compute_dtype
-    if training.optimizer == "muon" or run.config.model.lora is not None:
+    if training.optimizer == "muon" or run.config.model.lora:
         return  # Muon's step has another size, and half of an adapter is 0
     weights = map(local, run.trained_weights)
     some = torch.cat([p.detach().flatten()[:: 1 + p.numel() // 10_000] for p in weights])
@@ -55,8 +55,12 @@ def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Gr
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
         if is_unpaid and part not in default_weights(run.task.functions):
-            fix = f"set task.reward_weights='{{{part}: 1.0}}'"
-            remark(run, f"weight of {part}", f"the part {part} of the reward weighs 0: {fix}")
+            remark(
+                run,
+                f"weight of {part}",
+                f"the part {part} of the reward weighs 0: set "
+                f"task.reward_weights='{{{part}: 1.0}}'",
+            )
     if run.task.functions and (num := run.task.num_open) > 1_000:
         remark(
             run,
@@ -149,9 +153,13 @@ def remark_on_parts(run: Run) -> None:
     moved = [f"{x} ({m[0]:.3g} to {m[-1]:.3g})" for x, m in means.items() if len({*m}) > 1]
     for part in ["answer"] if "answer" in means else means:
         if moved and not any(means[part]) and run.config.training.learning_type != "distill":
-            zero = f"the part {part} of the reward was 0 in all {len(means[part])} steps"
-            fix = "look at completions in samples.jsonl, then at task.reward and the questions"
-            remark(run, f"zero {part}", f"{zero}, so it teaches {' and '.join(moved)} alone: {fix}")
+            remark(
+                run,
+                f"zero {part}",
+                f"the part {part} of the reward was 0 in all {len(means[part])} steps, so it "
+                f"teaches {' and '.join(moved)} alone: look at completions in samples.jsonl, then "
+                "at task.reward and the questions",
+            )
 
 
 def remark_at_end(run: Run) -> None:

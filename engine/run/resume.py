@@ -38,8 +38,13 @@ def resume(run: Run) -> None:
     compare(run, saved)
     world.on_main(checkpoint.mark, folder.parent, folder)  # a kill may have come before
     if config.model.shard:  # each rank reads its own part
-        model = run.policy.model
-        shards.load_parts(folder, model, run.optimizer, num_parts=saved.num_ranks, rank=world.rank)
+        shards.load_parts(
+            folder,
+            run.policy.model,
+            run.optimizer,
+            num_parts=saved.num_ranks,
+            rank=world.rank,
+        )
     else:
         world.on_main(load_checkpoint, run, folder)
         world.broadcast_optimizer(run.optimizer)
@@ -109,9 +114,8 @@ def check_newest(root: Path, world: World) -> None:
 def find_saved(run: Run) -> tuple[Path | None, Saved | None]:
     """Lock the run's folder; returns the checkpoint to go on from, if any, and its state.json."""
     warn = run.logger.warning
-    may_resume = run.config.checkpoint.resume == "auto"
     run.lock = lock_folder(run.folder, warn)
-    folder = find_start(run.folder, may_resume, warn)
+    folder = find_start(run.folder, run.config.checkpoint.resume == "auto", warn)
     if folder is None:
         return None, None
     best = run.folder / "best"
@@ -134,7 +138,7 @@ def find_start(folder: Path, may_resume: bool, warn: Log) -> Path | None:
     root = folder / "checkpoints"
     checkpoint.mend(folder / "best")
     newest = checkpoint.newest_whole(root, warn, reads_weights=True)
-    if newest is not None and may_resume:
+    if newest and may_resume:
         return newest
     fix = "set run.name to start another run, or move this folder away"
     if (folder / checkpoint.MARKER).exists() or checkpoint.list_checkpoints(root):
@@ -179,5 +183,6 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        problem = f"{folder} cannot be written ({error.strerror}); give another run.dir"
-        raise ValueError(problem) from error
+        raise ValueError(
+            f"{folder} cannot be written ({error.strerror}); give another run.dir"
+        ) from error

@@ -169,7 +169,7 @@ def find_pins(config: Config, log: Log) -> tuple[dict, dict, dict, bool]:
             of_model["compute_dtype"] = load_state(newest).config["model.compute_dtype"]
     for key, which in [("name", "revision"), ("teacher", "teacher_revision")][: 1 + is_training]:
         name = getattr(config.model, key)
-        if name is not None:
+        if name:
             with one_line_errors(name, key=f"model.{key}"):
                 named = config.model.replace(name=name, revision=getattr(config.model, which))
                 named = at_commit(named, log)

@@ -118,7 +118,7 @@ class Run:
         if len(validation) < world.size:
             raise ConfigError(f"{len(validation)} validation questions for {world.size} ranks")
         self.rests_on["the questions of task.train and task.eval"] = mine
-        if self.task.Environment is not None:
+        if self.task.Environment:
             from engine.questions.environment import problems_of_environment
 
             for problem in problems_of_environment(
@@ -217,7 +217,7 @@ def summary(run: Run) -> str:
     scores += f"{state.last_score:.3f} after step {state.step}"
     if state.best is None:
         return f"{scores}; there is no model in {best}"
-    needs = ", with peft" if run.config.model.lora is not None else ""
+    needs = ", with peft" if run.config.model.lora else ""
     is_own_task = run.config.task.code not in built_in_tasks()  # its code must be asked for
     settings = f" --config {run.folder / 'config.yaml'}" if is_own_task else ""
     lines = [

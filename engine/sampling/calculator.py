@@ -29,8 +29,9 @@ class Calculator:
                     f"sampling.calculator = {style}: this tokenizer has no token {token}; write "
                     "gsm8k, or null for none"
                 )
-        ids = sorted(vocabulary.values())
-        self.asking_ids = [i for i in ids if tokenizer.decode(i).endswith(self.closing)]
+        self.asking_ids = [
+            i for i in sorted(vocabulary.values()) if tokenizer.decode(i).endswith(self.closing)
+        ]
 
     def reply(self, token_ids: list[int]) -> list[int]:
         """The ids of our reply if `token_ids` end in a request for a result; else no ids."""

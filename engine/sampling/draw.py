@@ -36,7 +36,7 @@ class TokenBuffer:
         shape = (num_rows, params.max_new_tokens)
         self.params = params
         self.tools = params.conversations or [params.calculator] * num_rows
-        if params.stop is not None:
+        if params.stop:
             self.tools = [params.stop.around(tool) for tool in self.tools]
         self.has_tools = self.tools[0] is not None
         asking_ids = self.tools[0].asking_ids if self.has_tools else []

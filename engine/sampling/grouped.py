@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.core.signals import leave_if_signalled
-from engine.core.tensors import left_pad, position_ids
+from engine.core.tensors import left_pad
 from engine.core.types import Completion, SamplingParams, Seed
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, draw_uniforms
@@ -72,7 +72,9 @@ class DecodeBatch:
         # a CPU F.linear then copies the whole head matrix once per row.
         self.last_column = torch.full((1,), -1, device=model.device)
         prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-        logits = self.read(prompt_ids, prompt_mask, position_ids(prompt_mask))  # (N, V)
+        # Positions count tokens alone, so that padding on the left shifts nothing.
+        positions = (prompt_mask.long().cumsum(dim=1) - 1).clamp(min=0)  # (N, P)
+        logits = self.read(prompt_ids, prompt_mask, positions)  # (N, V)
         group = torch.arange(len(uniforms), device=model.device) // params.group_size
         self.cache.reorder_cache(group)  # the one call that moves a recurrent layer's state too
         self.positions = prompt_mask.sum(dim=1, keepdim=True)[group] - 1  # (B, 1), of what was read

@@ -79,12 +79,12 @@ def sample_by_loop(
     return LoopSampler(model.eval(), model)
 
 
-def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
+def choose_loop(sampler: LoopSampler, log: Log) -> None:
     """Decode grouped if a group can share the model's cache, and on a GPU in CUDA graphs."""
     with sampler.autocast():
         if not supports_grouped(sampler.model, log=log):
             log("this model's cache cannot be shared by a group: sampling.backend=generate")
-            return sampler
+            return
         sampler.loop = decode_grouped
         if sampler.model.device.type == "cuda":
             from engine.sampling.graphs import CapturedSteps, decode_captured
@@ -93,7 +93,6 @@ def choose_loop(sampler: LoopSampler, log: Log) -> LoopSampler:
                 sampler.loop = decode_captured
             else:
                 log("this model's decode step cannot be captured in a CUDA graph: it is slower")
-    return sampler
 
 
 @torch.no_grad()

@@ -80,8 +80,10 @@ class VllmEngine:
     @torch.no_grad()
     def refresh(self) -> None:
         """Give vLLM the trained weights, in place; what it has cached was made of older ones."""
-        weights = checkpoint_weights(self.trained, self.dtype)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self.llm.collective_rpc(
+            "reload_weights",
+            kwargs={"weights_iterator": checkpoint_weights(self.trained, self.dtype)},
+        )
         self.llm.reset_prefix_cache()
 
     def score(self, token_ids: list[int]) -> Tensor:
@@ -113,8 +115,11 @@ class VllmEngine:
             for row in range(len(self.active)):
                 self.add_request(row)
             while self.llm.llm_engine.has_unfinished_requests():
-                outputs = self.llm.llm_engine.step()
-                rows = [int(output.request_id) for output in outputs if output.finished]
+                rows = [
+                    int(output.request_id)
+                    for output in self.llm.llm_engine.step()
+                    if output.finished
+                ]
                 leave_if_signalled()
                 on_progress(sum(not self.go_on(row) for row in rows))
         drawn.rows = torch.arange(len(self.active), device=self.device)

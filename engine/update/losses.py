@@ -53,7 +53,7 @@ def apply_options(
         kl = kl_penalty(log_probs, batch.ref_log_probs)
         token_loss = token_loss + training.kl_coef * kl
         measured |= {"train/kl": kl.detach()} if is_first else {}
-    if training.tis_clip is not None:
+    if training.tis_clip:
         # Truncated importance sampling (Yao et al. 2025): min(pi / pi_sampler, tis_clip)
         ratio = (batch.old_log_probs - batch.sampler_log_probs).exp()
         weights = weights * ratio.clamp(max=training.tis_clip)

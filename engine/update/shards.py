@@ -50,9 +50,8 @@ def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBat
     """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
     if not micro_batches:  # on all ranks
         return []
-    counts = world.gather_rows([[len(micro_batches)]], (world.size, 1))
     first = micro_batches[0]
-    num_missing = int(counts.max()) - len(micro_batches)
+    num_missing = max(world.gather(len(micro_batches))) - len(micro_batches)
     weights = torch.zeros_like(first.token_weights)
     nothing = [replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)]
     return micro_batches + nothing

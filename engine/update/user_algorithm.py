@@ -27,8 +27,9 @@ def own_advantages(name: str, rewards: Tensor, groups: Groups) -> Tensor:
     rows = [t for group in groups for t in group]
     lengths = of_all([len(t.completion.token_ids) for t in rows], rewards)
     truncated = of_all([t.completion.truncated for t in rows], rewards).bool()
-    names = rows[0].reward_parts
-    parts = {part: of_all([t.reward_parts[part] for t in rows], rewards) for part in names}
+    parts = {
+        part: of_all([t.reward_parts[part] for t in rows], rewards) for part in rows[0].reward_parts
+    }
     return ask(name, rewards, lengths, truncated, parts)
 
 
