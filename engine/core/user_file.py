@@ -97,10 +97,10 @@ class naming_mistakes:
         # An exit would end the run as if all were well.
         if not isinstance(error, (Exception, SystemExit)) or isinstance(error, self.passes):
             return
-        where = line_of(self.file, error=error, function=self.function)
         name = self.name or getattr(self.function, "__name__", "it")
         about = "" if self.question is None else f": question {self.question!r:.200}"
         form = self.form if re.search(r"\b(str|string|list)\b", str(error)) else ""
+        where = line_of(self.file, error=error, function=self.function)
         raise RewardError(
             f"{where}: {name} raised {type(error).__name__}: {error}{form}{about}"
         ) from error

@@ -61,8 +61,10 @@ class Policy:
     @property
     def context_length(self) -> int | None:
         """The most tokens that the model, and its teacher, can see; None for no limit."""
-        models = filter(None, (self.model, self.teacher))
-        limits = [context_of(model, is_steady=self.is_in_training) for model in models]
+        limits = [
+            context_of(model, is_steady=self.is_in_training)
+            for model in filter(None, (self.model, self.teacher))
+        ]
         return min(filter(None, limits), default=None)
 
     @property

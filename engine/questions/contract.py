@@ -94,8 +94,8 @@ class Task(Contract):
         if prompt is not None:
             messages = [m | {"content": prompt} if m["role"] == "user" else m for m in messages]
         if system is not None:
-            others = [m for m in messages if m["role"] != "system"]
-            messages = [{"role": "system", "content": system}, *others]
+            messages = [m for m in messages if m["role"] != "system"]
+            messages = [{"role": "system", "content": system}, *messages]
         return messages
 
     def key_of(self, example: dict) -> str:

@@ -212,8 +212,8 @@ class Turns:
         They follow as many end tokens as the chat has without them. What two texts have in common
         would not do: Qwen3 and Phi-3 write earlier turns in another way once a reply is there.
         """
-        called = [reply["name"] for reply in replies if "name" in reply]
-        chat = [templates.QUESTION, made_up_turn(called)]
+        turn = made_up_turn([reply["name"] for reply in replies if "name" in reply])
+        chat = [templates.QUESTION, turn]
         before = self.render(chat)
         rest = self.render(chat + replies).split(self.end, before.count(self.end))[-1]
         return self.encode(self.end + rest)[1:]  # some tokenizers mark the start of a text
@@ -233,6 +233,7 @@ class Turns:
 
 def made_up_turn(calls: list[str]) -> dict:
     """A turn of the model that calls these tools, or that only says something."""
-    functions = [{"name": name, "arguments": {"a": 1}} for name in calls]
-    called = [{"type": "function", "function": function} for function in functions]
+    called = [
+        {"type": "function", "function": {"name": name, "arguments": {"a": 1}}} for name in calls
+    ]
     return templates.TURN | ({"content": "", "tool_calls": called} if calls else {})

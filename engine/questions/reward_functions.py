@@ -75,8 +75,8 @@ class RewardTask(Task):
         (file, _), *_ = functions.values()
         called = {name: (f, type(f).__call__) for name, (_, f) in functions.items()}  # or objects
         self.awaited = [n for n in called if any(map(inspect.iscoroutinefunction, called[n]))]
-        parts = (*functions, *[TIMEOUT] * bool(self.awaited))
-        super().__init__(file, {"REWARD_PARTS": parts}, options)
+        late = [TIMEOUT] if self.awaited else []
+        super().__init__(file, {"REWARD_PARTS": (*functions, *late)}, options)
         self.functions = functions
         self.logged: dict[str, list[float]] = defaultdict(list)  # by log_metric, since last taken
 
@@ -150,8 +150,11 @@ class RewardTask(Task):
         else:
             prompt = self.question_text(example)
             written = texts
-        row = with_numbers(example, self.number_columns).items()
-        columns = {k: [v] * len(texts) for k, v in row if k not in ("prompt", "completion")}
+        columns = {
+            name: [value] * len(texts)
+            for name, value in with_numbers(example, self.number_columns).items()
+            if name not in ("prompt", "completion")
+        }
         columns |= {"prompts": [prompt] * len(texts), "completions": written, "rewards": {}}
         columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
         return columns | {"max_completion_length": limit}

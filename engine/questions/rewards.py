@@ -33,13 +33,12 @@ def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str,
     payer = "get_reward"
     if task.reward_function:
         payer = "reward_function"
-        num_tokens = len(completion.token_ids) if completion else 0
         with naming_mistakes(task.file, task.reward_function, example):
             parts = task.reward_function(
                 text,
                 copy.deepcopy(example),  # else a change of it would stay for the whole run
                 options=task.options,
-                num_tokens=num_tokens,
+                num_tokens=len(completion.token_ids) if completion else 0,
             )
         parts = {"answer": parts} if is_reward(parts) else parts
     if completion and completion.conversation and isinstance(parts, dict):

@@ -140,9 +140,8 @@ class MlflowRun(Board):
             self.last_sent = (int(step), evaluated != "")
             self.client.update_run(run_id, status="RUNNING")
         else:
-            experiment_id = self.package.set_experiment(about["experiment"]).experiment_id
             run = self.client.create_run(
-                experiment_id,
+                self.package.set_experiment(about["experiment"]).experiment_id,
                 run_name=about["run_name"],
                 tags={"mlflow.note.content": about["description"]},  # Markdown
             )

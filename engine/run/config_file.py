@@ -50,8 +50,8 @@ def load_config(arguments: list[str]) -> Config:
     if lost:
         say_once(f"left out of {file}: {', '.join(lost)}")
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
-    given = merge(of_user, typed)
-    if config.mode == "train" and "learning_rate" not in section_of(given, "training"):
+    given = section_of(merge(of_user, typed), "training")
+    if config.mode == "train" and "learning_rate" not in given:
         check_default_rate(config)
     return config
 
@@ -97,9 +97,10 @@ def check_files(config: Config) -> None:
 
 def keys_of_sources(config: Config) -> list[str]:
     """Of the files or data sets that are read; none if the task says what a source is."""
-    has_own = tasks.load_task(config.task).load_examples is not None
+    if tasks.load_task(config.task).load_examples:
+        return []
     reads_train = config.mode == "train" or config.task.train == config.task.eval
-    return [] if has_own else ["task.eval", *["task.train"] * reads_train]
+    return ["task.eval", "task.train"] if reads_train else ["task.eval"]
 
 
 def say_once(text: str) -> None:
@@ -119,9 +120,9 @@ def combine(in_file: dict, overrides: list[str]) -> Config:
     try:
         config = full_schema.model_validate(values)
     except ValidationError as error:
-        lines = error_lines(error, full_schema, values)
         raise ConfigError(
-            *lines, better=in_our_words(merge(from_file, from_command_line))
+            *error_lines(error, full_schema, values),
+            better=in_our_words(merge(from_file, from_command_line)),
         ) from error
     check_world(config, num_ranks=1)  # main.py asks again when it knows the ranks
     return config

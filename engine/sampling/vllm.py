@@ -205,11 +205,8 @@ def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
     tokens = torch.tensor(token_ids[1:], device=model.device)
     log_probs = engine.score(token_ids).to(model.device)
     with autocast(model.device, engine.dtype):
-        is_alike = scores_alike(model, token_ids[:1], tokens, log_probs, engine.dtype)
-    if not is_alike:
-        raise ValueError(
-            "sampling.backend = vllm: it computes another model than ours: write grouped"
-        )
+        if not scores_alike(model, token_ids[:1], tokens, log_probs, engine.dtype):
+            raise ValueError(f"{KEY}: it computes another model than ours: write grouped")
 
 
 def import_vllm(device: torch.device) -> ModuleType:

@@ -47,7 +47,7 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     if training.optimizer == "adamw_8bit":
         bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
         return bitsandbytes.optim.AdamW8bit(groups, lr=rate, betas=betas, eps=eps)
-    is_cuda = next(model.parameters()).device.type == "cuda"
+    is_cuda = next(model.parameters()).is_cuda
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=is_cuda)
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}

@@ -53,8 +53,9 @@ def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBat
     first = micro_batches[0]
     num_missing = max(world.gather(len(micro_batches))) - len(micro_batches)
     weights = torch.zeros_like(first.token_weights)
-    nothing = [replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)]
-    return micro_batches + nothing
+    return micro_batches + [
+        replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)
+    ]
 
 
 @torch.no_grad()
