@@ -51,8 +51,7 @@ def load(name: str, data: str | None, overrides: list[str]) -> tuple[Callable[[s
     if data is not None:
         (row,) = parse_table(load_table(data)[:1], task, data)
     elif task.reward_function is None:
-        fix = "name the function that reads: module:name"
-        raise SystemExit(f"{name}: its Environment pays; {fix}")
+        raise SystemExit(f"{name}: its Environment pays; name the function that reads: module:name")
     elif not task.EXAMPLE_ROW:
         raise SystemExit(f"{name}: give it an EXAMPLE_ROW, whose completions are graded")
     else:

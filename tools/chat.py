@@ -62,14 +62,15 @@ def main() -> None:
         talks = without_task(options)
         config = chat_config(talks or options)
         policy, task = load_chat(config, is_watching=options.watch)
-        if talks is not None and policy.tokenizer.chat_template is not None:
+        if talks and policy.tokenizer.chat_template is not None:
             task = Talk(__file__, {}, config.task)
-        elif talks is not None:
+        elif talks:
             config = chat_config(options)  # refuses a reward whose code must be asked for
     if sys.stdin is not None and sys.stdin.isatty() and not options.watch:
         own = config.task.model_dump(exclude={*TaskSettings.model_fields})  # the task's own keys
         known = f"the model knows {config.task.name}" + f" ({plain(own)})" * bool(own)
-        known = "no task is named: it just talks" if isinstance(task, Talk) else known
+        if isinstance(task, Talk):
+            known = "no task is named: it just talks"
         print_now(f"{how_to_ask(task)}\n{known}\nCtrl-D or Ctrl-C ends\n\n")
     num_answered = num_refused = 0
     for line in watched(task, config) if options.watch else typed_lines():
@@ -120,7 +121,8 @@ HARMLESS = {
 def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     """What a config.yaml that was found may set; ConfigError if it asks for a task of its own."""
     typed = nest(map(config_file.parse_override, overrides))
-    values, kept = nest(read_file(file).items()), {}
+    values = nest(read_file(file).items())
+    kept = {}
     for section, keys in HARMLESS.items():
         found = section_of(values, section)
         kept[section] = {key: found[key] for key in keys or found if key in found}
@@ -128,20 +130,24 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
         kept["model"].pop("compute_dtype", None)
     if "/" in str(kept["model"].get("attn_implementation")):  # a kernel on the hub, which is code
         del kept["model"]["attn_implementation"]
-    kept, given = config_file.without_other_task(kept, typed), section_of(typed, "task")
+    kept = config_file.without_other_task(kept, typed)
     name = config_file.task_name(config_file.merge(kept, typed))
+    given = section_of(typed, "task")
     typed_names = (given.get("name"), as_reward(given.get("reward")))
     if name not in built_in_tasks() and name not in typed_names:
-        key = "task.name" if section_of(kept, "task").get("reward") is None else "task.reward"
-        problem = f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run"
-        raise ConfigError(f"{problem}; if you trust it, add --config {file}")
+        key = "task.reward" if section_of(kept, "task").get("reward") else "task.name"
+        raise ConfigError(
+            f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run; if you "
+            f"trust it, add --config {file}"
+        )
     return kept
 
 
 def without_task(options: argparse.Namespace) -> argparse.Namespace | None:
     """What to ask for if no task but the default is named, or only an own reward; else None."""
     run = run_that_made(os.path.expanduser(options.model))
-    file, default = (run or Path()) / "config.yaml", Config().task.name
+    file = (run or Path()) / "config.yaml"
+    default = Config().task.name
     found = section_of(read_file(file), "task") if file.is_file() else {}
     is_default = run is None and found.get("name") in (None, default)
     is_free = is_default or found.get("reward") is not None
@@ -221,12 +227,13 @@ def sample_answer(
     streamer: BaseStreamer | None = None,  # None prints the answer
 ) -> Trajectory:
     """Sample an answer, streaming it, and reward it; `number` counts the questions."""
-    seeds, tokenizer = [(SeedWord.TYPED, config.training.seed, number)], policy.tokenizer
-    context, params = policy.context_length, replace(policy.params, group_size=1)
+    seeds = [(SeedWord.TYPED, config.training.seed, number)]
+    params = replace(policy.params, group_size=1)
+    context = policy.context_length
     num_new = params.max_new_tokens
     prompts = make_prompts(policy, task, [example], seeds, params, Clock())
     (prompt_ids,), conversations = prompts.token_ids, prompts.conversations
-    if context is not None and len(prompt_ids) + num_new > context:
+    if context and len(prompt_ids) + num_new > context:
         raise ValueError(
             f"{len(prompt_ids)} prompt tokens and training.max_new_gen_tokens = {num_new} are more "
             f"than the model's context of {context}: ask a shorter question, or lower the setting"
@@ -235,7 +242,7 @@ def sample_answer(
         params = replace(params, conversations=conversations[0])
     if streamer is None:
         begun = assistant_prefix(task.pose(example))
-        print_now(tokenizer.decode(prompt_ids) if conversations else begun)
+        print_now(policy.tokenizer.decode(prompt_ids) if conversations else begun)
     streamed = functools.partial(generate, streamer=streamer or Stream(policy))
     group = policy.sampler.decode(
         [prompt_ids], seeds, params, on_progress=lambda _: None, generate=streamed
@@ -246,8 +253,9 @@ def sample_answer(
 
 def judge(task: Task, example: dict, trajectory: Trajectory) -> str:
     """The reward with its parts; where the right answer is unknown, how the task reads this one."""
-    is_paid = not isinstance(task, Talk)
-    notes = [format_reward(trajectory.reward, trajectory.reward_parts)] * is_paid
+    notes = []
+    if not isinstance(task, Talk):
+        notes.append(format_reward(trajectory.reward, trajectory.reward_parts))
     if example.get("answer") == "":  # tasks leave it empty where only a question was typed
         read = read_answer(task, trajectory.text, example)
         notes = [f"its answer is read as {read or 'none'}; no reward without the right one"]

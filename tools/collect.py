@@ -37,7 +37,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: answers.jsonl in the run's folder")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args()
-    options.model, out = str(options.run / "best"), options.out or options.run / "answers.jsonl"
+    options.model = str(options.run / "best")
+    out = options.out or options.run / "answers.jsonl"
     with mistakes_cost_one_line():
         check_replaceable(out)
         if min(options.samples, options.questions) < 1:
@@ -51,10 +52,13 @@ def main() -> None:
 def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int, int]:
     """The rows for tools.imitate, and how many samples solve their question, of how many."""
     policy, task = load_chat(config, is_watching=True)
-    if task.Environment is not None or task.load_examples is not None:
-        problem = "its questions or turns stand in no file, so there is nothing to collect"
-        raise ConfigError(f"task.name = {config.task.name}: {problem}")
-    config, logger = config.replace(mode="train"), Logger(rank=0)
+    if task.Environment or task.load_examples:
+        raise ConfigError(
+            f"task.name = {config.task.name}: its questions or turns stand in no file, so there is "
+            "nothing to collect"
+        )
+    config = config.replace(mode="train")
+    logger = Logger(rank=0)
     validation, stream = load_questions(
         task, config, policy.tokenizer, policy.context_length, logger.info
     )
@@ -62,7 +66,8 @@ def collect(config: Config, options: argparse.Namespace) -> tuple[list[str], int
     run = Run(config, world, logger, task, policy, validation, stream)
     num_questions = min(options.questions, len(stream.questions))
     params = replace(policy.params, group_size=options.samples)
-    lines, num_solved, position = {}, 0, 0
+    lines = {}
+    num_solved = position = 0
     for start in range(0, num_questions, QUESTIONS_AT_ONCE):
         drawn, position = stream.take(position, min(QUESTIONS_AT_ONCE, num_questions - start))
         questions = [question for _, question in drawn]

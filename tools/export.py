@@ -75,8 +75,9 @@ def export(asked: argparse.Namespace, run: Path) -> None:
     merges = is_adapter and (asked.merge or asked.in_4bit)
     card = card_of(run, config.model, is_adapter=is_adapter and not merges)
     if merges:
-        what = "adapter" if model == run else "best model"
+        what = "adapter"
         if model != run:
+            what = "best model"
             check_base(run)
         plain, tokenizer = merged(config, log, dtype=torch.bfloat16)
         model = run / "merged"
@@ -153,9 +154,9 @@ def check_base(run: Path) -> None:
     checkpoint = newest_whole(run / "checkpoints")
     if checkpoint is None:
         raise ValueError(f"{run}: no whole checkpoint says what the adapter was trained on")
-    base = ModelSettings(name=name, revision=revision, lora=LoraSettings())
+    base = Config(model=ModelSettings(name=name, revision=revision, lora=LoraSettings()))
     saved = load_state(checkpoint).config  # of a run in 4 bits from an adapter: its base's hash
-    if of_model(Config(model=base)) != saved.get(f"{MODEL_FILES}'s base", saved[MODEL_FILES]):
+    if of_model(base) != saved.get(f"{MODEL_FILES}'s base", saved[MODEL_FILES]):
         raise ValueError(f"{name} is no longer the model that the adapter was trained on")
 
 

@@ -30,7 +30,6 @@ from engine.core.config import Config, ConfigError, LoggingSettings
 from engine.core.distributed import order_ddp_buckets
 from engine.core.files import json_line, write_atomically
 from engine.core.measures import Clock
-from engine.core.packages import import_package
 from engine.core.tensors import seeded
 from engine.core.types import Completion, Log, SeedWord, Trajectory, no_log
 from engine.core.user_file import RewardError
@@ -93,7 +92,8 @@ def main() -> None:
     with crashes_name_the_fix(run):
         run.world.signals.start()
         measured = imitate(run, answers)
-    step, stop_signal = run.state.step, run.world.stop_signal
+    step = run.state.step
+    stop_signal = run.world.stop_signal
     if stop_signal:
         run.logger.info(f"stopped by a signal after {step} of {config.training.num_steps} steps")
     with mistakes_cost_one_line():  # such as a full disk
@@ -101,9 +101,11 @@ def main() -> None:
             write_imitation(run, measured, options.answers)
             given = [f"--config={options.config}"] * bool(options.config) + options.overrides
             given += [f"model.name={run.folder}"]
-            again = f"{command('main.py')} {shlex.join(given)} training.learning_rate=RATE"
-            rate = f"a tenth of {config.training.learning_rate:g}, or less"
-            run.logger.info(f"written: {run.folder}; train it: {again} ({rate})")
+            run.logger.info(
+                f"written: {run.folder}; train it: {command('main.py')} {shlex.join(given)} "
+                f"training.learning_rate=RATE (a tenth of {config.training.learning_rate:g}, or "
+                "less)"
+            )
         elif run.world.is_main:  # an adapter's base, again
             shutil.rmtree(run_folder(config), ignore_errors=True)
     run.policy.scorer = None  # frees DDP, which must not outlive the process group
@@ -122,8 +124,10 @@ def imitating(options: argparse.Namespace) -> Config:
     if folder.exists():
         raise ConfigError(f"{folder} is there already: remove it, or give another --out")
     if config.model.load_in_4bit:
-        fix = "the adapter is added to its base, which 4 bits cannot hold; write false"
-        raise ConfigError(f"model.load_in_4bit = true: {fix}")
+        raise ConfigError(
+            "model.load_in_4bit = true: the adapter is added to its base, which 4 bits cannot "
+            "hold; write false"
+        )
     size = max(config.training.group_size, 2)  # an answer has no group, but `check_world` asks
     changes = {"learning_type": "grpo", "k_best_of_n": [size, size], "advantage": "mean"}
     changes |= {"loss_normalization": "token", "num_iterations": 1, "policy_loss": "ppo"}
@@ -141,24 +145,30 @@ def make_room(run: Run) -> None:
     needed = FP32 * run.policy.model.num_parameters()
     room = shutil.disk_usage(run.folder.parent).free
     if needed > room:
-        problem = f"the model needs {needed / 1e6:,.0f} MB, there is room for {room / 1e6:,.0f} MB"
-        raise ValueError(f"{run.folder}: the disk is too small: {problem}: give another --out")
+        raise ValueError(
+            f"{run.folder}: the disk is too small: the model needs {needed / 1e6:,.0f} MB, there "
+            f"is room for {room / 1e6:,.0f} MB: give another --out"
+        )
 
 
 def read_answers(task: Task, config: Config, source: str, log: Log = no_log) -> list[dict]:
     """The rows, each a `question` and a `completion`; ValueError names the first that is none."""
-    if task.Environment is not None or task.load_examples is not None:
-        problem = "its questions or turns stand in no file, so there is nothing to imitate"
-        raise ConfigError(f"task.name = {config.task.name}: {problem}")
-    parse, table = functools.partial(parse_answer, task), load_table(source, log=log)
+    if task.Environment or task.load_examples:
+        raise ConfigError(
+            f"task.name = {config.task.name}: its questions or turns stand in no file, so there is "
+            "nothing to imitate"
+        )
+    parse = functools.partial(parse_answer, task)
     # {} is every column
     form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse}, task.options)
+    table = load_table(source, log=log)
     try:
         rows = parse_table(table, form, source)
     except ValueError as error:
+        if not task.EXAMPLE_ROW:
+            raise
         row = json.dumps(task.EXAMPLE_ROW | {"completion": "..."})
-        hint = f"; rows must look like {row}" if task.EXAMPLE_ROW else ""
-        raise ValueError(f"{error}{hint}") from error
+        raise ValueError(f"{error}; rows must look like {row}") from error
     if not rows:
         raise ValueError(f"{source}: has no rows, so there is nothing to imitate")
     return rows
@@ -188,9 +198,11 @@ def check_lengths(rows: list[dict], config: Config, source: str, log: Log) -> No
     lengths = [len(ids_of(row["completion"], tokenizer)) for row in rows]
     limit = config.training.max_new_gen_tokens
     if long := [number for number, length in enumerate(lengths, start=1) if length > limit]:
-        some = f"{len(long):,} of {len(rows):,} completions have more than {limit} tokens"
-        fix = f"write training.max_new_gen_tokens={max(lengths)}, or cut them"
-        raise ValueError(f"{source}, row {long[0]}: {some}, the first here: {fix}")
+        raise ValueError(
+            f"{source}, row {long[0]}: {len(long):,} of {len(rows):,} completions have more than "
+            f"{limit} tokens, the first here: write training.max_new_gen_tokens={max(lengths)}, or "
+            "cut them"
+        )
 
 
 def ids_of(text: str, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -204,9 +216,9 @@ def choose_answers(
     run: Run, rows: list[dict], source: str, *, only_solved: bool
 ) -> list[Trajectory]:
     """The answers to questions that are not of the validation; ValueError if there are none."""
-    task, log = run.task, run.logger.info
-    asked, known = [row["question"] for row in rows], run.validation_questions
-    is_other = are_others(task, asked, known)
+    log = run.logger.info
+    asked = [row["question"] for row in rows]
+    is_other = are_others(run.task, asked, run.validation_questions)
     answers = [
         make_answer(run, row, f"{source}, row {number}")
         for number, row in itertools.compress(enumerate(rows, start=1), is_other)
@@ -229,30 +241,35 @@ def choose_answers(
 def make_answer(run: Run, row: dict, place: str) -> Trajectory:
     """A row as if it had been sampled; ValueError, with its place, if it cannot have been."""
     policy = run.policy
-    question, text = row["question"], row["completion"]
+    text = row["completion"]
     tokenizer = policy.tokenizer
-    prompt = encode_prompt(question, run.task, tokenizer)
+    prompt = encode_prompt(row["question"], run.task, tokenizer)
     ids = ids_of(text, tokenizer)
     zeros = np.zeros(len(ids), np.float32)
     completion = Completion(ids, zeros, zeros, False, zeros.astype(bool))
     room = min((policy.context_length or 10**9) - len(prompt), policy.params.max_new_tokens)
     if len(ids) > room:
-        problem = f"with its end its completion has {len(ids)} tokens, and there is room for {room}"
-        raise ValueError(f"{place}: {problem}; raise training.max_new_gen_tokens or cut the row")
+        raise ValueError(
+            f"{place}: with its end its completion has {len(ids)} tokens, and there is room for "
+            f"{room}; raise training.max_new_gen_tokens or cut the row"
+        )
     if completion_text(completion, tokenizer) != text or {*ids[:-1]} & {*policy.params.eos_ids}:
-        problem = "the tokenizer cannot give its completion back, or it holds an end token"
-        raise ValueError(f"{place}: {problem}: {text!r:.60}")
+        raise ValueError(
+            f"{place}: the tokenizer cannot give its completion back, or it holds an end token: "
+            f"{text!r:.60}"
+        )
     return Trajectory(prompt, completion, text, {}, reward=0.0, advantage=1.0)
 
 
 def grade(run: Run, answer: Trajectory, question: dict) -> str | None:
     """Set the parts of its reward; what the task says where it cannot pay: for a missing column."""
-    graded = ([[answer.text]], [question], [[answer.completion]])
+    limit = run.config.training.max_new_gen_tokens
     try:
-        parts = reward_parts(run.task, *graded, run.config.training.max_new_gen_tokens)
+        ((answer.reward_parts,),) = reward_parts(
+            run.task, [[answer.text]], [question], [[answer.completion]], limit
+        )
     except RewardError as error:
         return str(error)
-    ((answer.reward_parts,),) = parts
     return None
 
 
@@ -261,12 +278,15 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
 
     A signal ends it after the step, or in an evaluation, which it then lacks.
     """
-    world, state, training = run.world, run.state, run.config.training
+    world = run.world
+    state = run.state
+    training = run.config.training
     stream = QuestionStream(answers, training.seed, True, lambda answer: 0, 0, run.logger.info)
     questions_per_step = run.config.questions_per_step(world.size)
     per_rank = questions_per_step // world.size
     measured: list[dict[str, float]] = []
-    clock, seconds = Clock(), []
+    clock = Clock()
+    seconds = []
     with run.left_at_signal():
         measured.append(measure_and_log(run))
     while not run.is_over and not world.stop_signal:
@@ -279,14 +299,18 @@ def imitate(run: Run, answers: list[Trajectory]) -> list[dict[str, float]]:
             while update.outcome is Outcome.OVERFLOWED:  # float16's loss scale is halved now
                 update = update_policy(run, groups)
         if update.outcome is not Outcome.UPDATED:
-            problem = "loss or gradient not finite: lower --learning-rate"
-            raise FloatingPointError(f"imitation, step {step}: {problem}")
-        loss, rate = update.metrics["train/loss"], learning_rate_at(step, training)
+            raise FloatingPointError(
+                f"imitation, step {step}: loss or gradient not finite: lower --learning-rate"
+            )
+        loss = update.metrics["train/loss"]
+        rate = learning_rate_at(step, training)
         measured.append({"step": step, "train/loss": loss, "train/lr": rate})
         seconds.append(clock.read()["time/step_s"])
         left = timedelta(seconds=round(statistics.mean(seconds) * (training.num_steps - step)))
-        losses = f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}"
-        run.logger.info(f"{losses}  seconds {seconds[-1]:.1f}  left {left}")
+        run.logger.info(
+            f"imitation {step}/{training.num_steps}  loss {loss:.4f}  lr {rate:.1e}  "
+            f"seconds {seconds[-1]:.1f}  left {left}"
+        )
         state.step = step
         world.ask_whether_to_stop()
     if not world.stop_signal:
@@ -306,9 +330,16 @@ def measure_and_log(run: Run) -> dict[str, float]:
 def write_imitation(run: Run, measured: list[dict[str, float]], source: str) -> None:
     """Write the folder: plain weights in float32, the card, and imitation.jsonl."""
     policy = run.policy
-    about = (run.config, run.task, run.validation_questions, policy.tokenizer, measured)
-    card = model_card(*about, is_adapter=False, answers=source)
-    if run.config.model.lora is not None:
+    card = model_card(
+        run.config,
+        run.task,
+        run.validation_questions,
+        policy.tokenizer,
+        measured,
+        is_adapter=False,
+        answers=source,
+    )
+    if run.config.model.lora:
         run.world.on_main(merge_adapter, policy.model)
     weights = None
     if run.config.model.shard:
@@ -322,10 +353,11 @@ def write_imitation(run: Run, measured: list[dict[str, float]], source: str) -> 
 
 def merge_adapter(model: nn.Module) -> None:
     """Add the adapter to the weights of its layers, in float32, and take it out of the model."""
-    peft = import_package("peft", key="model.lora")
+    from peft.tuners.tuners_utils import BaseTunerLayer  # loading has asked for it
+
     model.to("cpu", torch.float32)  # a GPU may have no room for it
     for name, module in [*model.named_modules()]:
-        if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
+        if isinstance(module, BaseTunerLayer):
             module.merge()
             model.set_submodule(name, module.get_base_layer())
     model.delete_adapter("default")

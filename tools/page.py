@@ -44,8 +44,9 @@ class GrowingFile:
             self.rows, self.sizes, self.num_bytes = [], [], 0
         if not self.path.exists():
             return
-        start, first = self.num_bytes, len(self.rows) + 1
-        for row, num_bytes in whole_lines(self.path, self.names, start=start, first=first):
+        for row, num_bytes in whole_lines(
+            self.path, self.names, start=self.num_bytes, first=len(self.rows) + 1
+        ):
             self.rows.append(self.prepare(row))
             self.sizes.append(len(to_json(without_nan(self.rows[-1]))))
             self.num_bytes += num_bytes
@@ -69,7 +70,8 @@ def files_of(folder: Path) -> dict[str, GrowingFile]:
 
 def read_run(folder: Path, files: dict[str, GrowingFile] | None = None) -> dict[str, Any]:
     """All that the page shows of a run; raises OSError or ValueError with the file's name."""
-    files, config = files or files_of(folder), folder / "config.yaml"
+    files = files or files_of(folder)
+    config = folder / "config.yaml"
     for file in files.values():
         file.read()
     table = read_table(folder, files["metrics"].rows or None)
@@ -119,8 +121,16 @@ def curves(table: Table, panels_of_run: Sequence) -> list[dict]:
         if curve.size > 0:
             places = np.linspace(0, len(curve[0]) - 1, MAX_POINTS).round().astype(int)
             steps, _, mean, low, high = curve[:, np.unique(places)].round(4).tolist()
-            panel = {"title": title.format(n="/".join(counts) or "n"), "label": label}
-            panels.append(panel | {"steps": steps, "mean": mean, "low": low, "high": high})
+            panels.append(
+                {
+                    "title": title.format(n="/".join(counts) or "n"),
+                    "label": label,
+                    "steps": steps,
+                    "mean": mean,
+                    "low": low,
+                    "high": high,
+                }
+            )
     return panels
 
 

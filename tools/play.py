@@ -38,8 +38,11 @@ def to_base64(numbers: Tensor) -> str:
 def model_data(folder: Path, name: str, pass_at_1: float) -> dict:
     weights = load_file(folder / "model.safetensors")
     halves = {key: to_base64(weights[key].half()) for key in weights}
-    score = f"solves {pass_at_1:.0%} of held-out questions"
-    return {"name": name, "score": score, "weights": halves}
+    return {
+        "name": name,
+        "score": f"solves {pass_at_1:.0%} of held-out questions",
+        "weights": halves,
+    }
 
 
 def tables() -> dict:

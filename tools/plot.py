@@ -92,14 +92,14 @@ def read_tables(path: Path, lines: list[dict] | None = None) -> list[Table]:
         if lines is None:
             text = file.read_text(encoding="utf-8", errors="replace")
             whole = text[: text.rfind("\n") + 1]  # without a half-written last line
-            types = collections.defaultdict(lambda: float, run=str)
-            rows = pandas.read_csv(io.StringIO(whole), dtype=types)
+            rows = pandas.read_csv(
+                io.StringIO(whole), dtype=collections.defaultdict(lambda: float, run=str)
+            )
         else:
             rows = pandas.DataFrame(lines, dtype=float)
     except (ValueError, TypeError, OverflowError) as error:  # something else than numbers
         raise ValueError(f"{file}: {' '.join(str(error).split())}") from None
-    is_a_runs = {"step", "time/step_s", "time/eval_s"} <= {*rows}
-    if not is_a_runs or rows["step"].isna().all():
+    if not {"step", "time/step_s", "time/eval_s"} <= {*rows} or rows["step"].isna().all():
         raise ValueError(f"{file}: no rows of a run's metrics")
     if "run" in rows:
         groups = rows.groupby("run")  # each without the columns that only others have
@@ -219,7 +219,7 @@ def main() -> None:
     first = options.paths[0].expanduser()
     out = (options.out or (first if first.is_dir() else first.parent) / "curves").expanduser()
     panels = panels_of(first)
-    if options.panels is not None:
+    if options.panels:
         panels = [panel for panel in (REWARD, *PANELS) if panel[0] in options.panels]
     out = out.with_suffix("") if out.suffix in (".png", ".svg") else out
     png, svg = (out.with_name(f"{out.name}.{kind}") for kind in ("png", "svg"))
@@ -233,10 +233,15 @@ def main() -> None:
         for file in (png, svg):
             check_replaceable(file)
         groups = group_seeds([t for path in options.paths for t in read_tables(path.expanduser())])
-        window, title, over = options.smooth, options.title, options.over
         out.parent.mkdir(parents=True, exist_ok=True)
         with style.context(STYLE, after_reset=True):
-            figure = make_figure(groups, window=window, panels=panels, title=title, over=over)
+            figure = make_figure(
+                groups,
+                window=options.smooth,
+                panels=panels,
+                title=options.title,
+                over=options.over,
+            )
             for file in (png, svg):
                 file.unlink(missing_ok=True)  # a link there may lead to somebody's file
             figure.savefig(png, dpi=200)

@@ -68,10 +68,10 @@ class Handler(BaseHTTPRequestHandler):
         if not super().parse_request():
             return False
         host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
-        is_own = HOST.fullmatch(host) is not None and origin in (None, f"http://{host}")
-        if not is_own:
-            self.send_error(403, "Only http://127.0.0.1 and http://localhost are answered")
-        return is_own
+        if HOST.fullmatch(host) and origin in (None, f"http://{host}"):
+            return True
+        self.send_error(403, "Only http://127.0.0.1 and http://localhost are answered")
+        return False
 
     def do_GET(self) -> None:
         folder = self.server.options.folder
@@ -147,8 +147,11 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     if name not in models(options.folder) or not (temperature == 0 or 0.01 <= temperature <= 100):
         raise ValueError("ask a model of this run, at temperature 0 (greedy) or 0.01 to 100")
     revision = read_file(options.folder / "config.yaml")["model"].get("revision")
-    overrides = [f"model.revision={json.dumps(revision)}"]
-    asked = argparse.Namespace(model=json.dumps(name), config=options.config, overrides=overrides)
+    asked = argparse.Namespace(
+        model=json.dumps(name),
+        config=options.config,
+        overrides=[f"model.revision={json.dumps(revision)}"],
+    )
     config = chat.chat_config(asked, run=options.folder)
     task = load_task(config.task)
     set_number_columns(task)
@@ -171,9 +174,13 @@ def answer_to(options: argparse.Namespace, request: dict, send: Callable[[dict],
     sender = Sender(policy, send)
     with policy.sampler.model.register_forward_hook(sender.keep):
         trajectory = chat.sample_answer(policy, task, config, example, number, sender)
-    answered = {"row": completion_record(trajectory, policy.tokenizer, {})}
-    answered["read"] = read_answer(task, trajectory.text, example)
-    send(answered | {"paid": chat.judge(task, example, trajectory)})
+    send(
+        {
+            "row": completion_record(trajectory, policy.tokenizer, {}),
+            "read": read_answer(task, trajectory.text, example),
+            "paid": chat.judge(task, example, trajectory),
+        }
+    )
 
 
 def warn(line: str) -> None:
@@ -186,7 +193,9 @@ class Sender:
     """Gets an answer's tokens from `model.generate`, and by a hook what they are drawn from."""
 
     def __init__(self, policy: Any, send: Callable[[dict], None]) -> None:
-        self.policy, self.send, self.ids = policy, send, []
+        self.policy = policy
+        self.send = send
+        self.ids = []
 
     def keep(self, model: Any, inputs: Any, output: Any) -> None:
         logits = output.logits[0, -1].float() / (self.policy.params.temperature or 1)
@@ -201,8 +210,9 @@ class Sender:
         self.ids += ids.tolist()
         *_, text = token_texts(self.ids[-8:], self.policy.tokenizer)  # the first ones are context
         entropy = -(self.log_probs.exp() * self.log_probs).nansum()
-        numbers = {"log_prob": float(self.log_probs[ids]), "entropy": float(entropy)}
-        self.send({"token": text} | numbers)
+        self.send(
+            {"token": text, "log_prob": float(self.log_probs[ids]), "entropy": float(entropy)}
+        )
 
     def end(self) -> None:
         """What the reward says of it follows."""
