@@ -52,7 +52,9 @@ from engine.core.types import (
     Completion,
     Groups,
     Log,
+    Metrics,
     MicroBatch,
+    Questions,
     SamplingParams,
     Seed,
     SeedWord,
@@ -169,8 +171,8 @@ def run_training(run: Run) -> int:
 
 
 def sample_trajectories(
-    run: Run, questions: list[dict], seeds: list[Seed], params: SamplingParams, clock: Clock
-) -> list[list[Trajectory]]:
+    run: Run, questions: Questions, seeds: list[Seed], params: SamplingParams, clock: Clock
+) -> Groups:
     """Sample a group of completions for each question, with their rewards.
 
     The random numbers of a question follow from its seed, whatever the batch that it is in, the
@@ -247,11 +249,11 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
 def compute_rewards(
     policy: Policy,
     task: Task,
-    questions: list[dict],
+    questions: Questions,
     prompts: list[list[int]],
     groups: list[list[Completion]],
     limit: int,
-) -> list[list[Trajectory]]:
+) -> Groups:
     """The completions, of `limit` tokens at most, as text, each with the weighted sum it earns."""
     texts = [[completion_text(c, policy.tokenizer) for c in group] for group in groups]
     parts = reward_parts(task, texts, questions, groups, limit)  # parts[i][j]: by name
@@ -263,7 +265,7 @@ def compute_rewards(
     return rewarded
 
 
-def assign_advantages(groups: list[list[Trajectory]], training: TrainingSettings) -> None:
+def assign_advantages(groups: Groups, training: TrainingSettings) -> None:
     """Set each trajectory's advantage, and whether it is in the batch that is trained on."""
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     in_batch = torch.ones_like(rewards, dtype=torch.bool)
@@ -310,7 +312,7 @@ def k_best_mask(rewards: Tensor, *, k: int) -> Tensor:
 # The update
 
 
-def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
+def update_policy(run: Run, groups: Groups) -> Update:
     """The optimizer's step, or `num_iterations` steps (1 by default), on these groups.
 
     There is none if a completion, loss or gradient is not finite or overflows float16, nor if there
@@ -353,7 +355,7 @@ def update_policy(run: Run, groups: list[list[Trajectory]]) -> Update:
 
 
 def make_micro_batches(
-    groups: list[list[Trajectory]], training: TrainingSettings, world: World, max_tokens: int
+    groups: Groups, training: TrainingSettings, world: World, max_tokens: int
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
@@ -523,7 +525,7 @@ def evaluate(run: Run) -> None:
     run.world.ask_whether_to_stop()
 
 
-def measure_policy(run: Run, clock: Clock) -> tuple[dict[str, float], list[list[Trajectory]]]:
+def measure_policy(run: Run, clock: Clock) -> tuple[Metrics, Groups]:
     """The metrics of all validation questions, and the completions of this rank's share."""
     run.logger.info(
         f"evaluating: {len(run.validation_questions):,} questions "

@@ -467,8 +467,9 @@ class Config(Section):
 
     @property
     def best_metric(self) -> str:
-        is_best_of = self.best_by == "best_of_n"
-        return f"eval/best_of_{self.validation.best_of_n}" if is_best_of else f"eval/{self.best_by}"
+        if self.best_by == "best_of_n":
+            return f"eval/best_of_{self.validation.best_of_n}"
+        return f"eval/{self.best_by}"
 
     def with_num_steps(self, num_questions: int, num_ranks: int) -> "Config":
         """The same, with num_steps for num_epochs. Raises ConfigError if that is less than one."""

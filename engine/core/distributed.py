@@ -144,8 +144,10 @@ def init_world() -> tuple[World, list[str]]:
     elif torch.backends.mps.is_available() and local_size == 1:  # Apple's GPU, for one process
         device = torch.device("mps")
     if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=30),
+        )
     return World(rank, size, device), notes
 
 

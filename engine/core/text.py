@@ -13,8 +13,8 @@ def unnest(nested: dict, separator: str = ".") -> dict:
     flat = {}
     for key, value in nested.items():
         if isinstance(value, dict):
-            inner = unnest(value, separator).items()
-            flat |= {f"{key}{separator}{name}": text for name, text in inner}
+            inner = unnest(value, separator)
+            flat |= {f"{key}{separator}{name}": inner[name] for name in inner}
         else:
             flat[key] = printable(value) if isinstance(value, str) else value
     return flat

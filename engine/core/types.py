@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+Questions = list[dict]  # what a task poses: each a row, by its columns
 Metrics = dict[str, float]  # what is measured, by name
 Sums = dict[str, tuple[float, float]]  # of metrics, on one rank: sum and count
 Log = Callable[[str], None]  # prints a line, on rank 0
@@ -65,15 +66,6 @@ class PromptBatch:
     token_ids: list[list[int]]  # of each prompt
     seeds: list[Seed]
     conversations: list[list[Tool]] = field(default_factory=list)  # a list for each prompt, or none
-
-
-class Sampler(Protocol):
-    """Samples completions of the policy: a backend in engine/sampling/, found by its name."""
-
-    decode: "DecodeLoop"  # called without a model, and with main.py's `generate` by that name
-    refresh: Callable[[], None]  # takes over the trained weights, after an update
-    # How many tokens, of prompts and completions, it decodes at once; given is the longest prompt
-    tokens_at_once: Callable[[int, SamplingParams], int]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def find_function(name: str, key: str) -> tuple[str, Callable]:
     """
     module_name, _, function_name = name.partition(":")
     paths = [folder / f"{module_name}.py" for folder in (Path.cwd(), ROOT / "tasks")]
-    path = next((path for path in paths if path.is_file()), None)
+    path = next(filter(Path.is_file, paths), None)
     try:
         module = import_file(path) if path else importlib.import_module(module_name)
     except ImportError as error:

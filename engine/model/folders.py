@@ -37,7 +37,7 @@ def is_path(name: str) -> bool:
 def no_such_folder(name: str) -> str:
     """The error for a path where there is nothing; it names the existing folder nearest to it."""
     path = Path(name).absolute()
-    there = next(folder for folder in path.parents if folder.is_dir())
+    there = next(filter(Path.is_dir, path.parents))
     names = [folder.name for folder in there.iterdir() if folder.is_dir()]
     close = difflib.get_close_matches(path.relative_to(there).parts[0], names, n=1)
     return f"no such folder in {there}" + (f", the nearest is {there / close[0]}" if close else "")

@@ -11,11 +11,11 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config
 from engine.core.context import context_of
 from engine.core.distributed import World
-from engine.core.types import Log, Sampler, SamplingParams
+from engine.core.types import Log, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
 from engine.model.precision import GROWTH_INTERVAL, INIT_SCALE
 from engine.model.probes import supports_chunked_head
-from engine.sampling.sampler import choose_loop, copy_in, sample_by_loop
+from engine.sampling.sampler import LoopSampler, choose_loop, copy_in, sample_by_loop
 
 # Up to so many bytes the fp32 logits of a whole micro-batch are made at once; larger ones would be
 # most of a GPU's memory (8,192 tokens x 151,936 make 5 GB), so they are made block by block.
@@ -30,7 +30,7 @@ class Policy:
     """The model that is trained, as it scores completions and as it samples them."""
 
     model: nn.Module  # what the optimizer steps is fp32; else in the dtype that it computes in
-    sampler: Sampler
+    sampler: LoopSampler  # or a VllmEngine, which has the same methods
     tokenizer: PreTrainedTokenizerFast
     params: SamplingParams  # for the samples that are trained on
     compute_dtype: torch.dtype  # of the scorer, and of the sampler where that is a copy

@@ -17,6 +17,7 @@ from engine.core.user_file import naming_mistakes
 from engine.questions.tables import CsvRow, number_in
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
+Functions = dict[str, tuple[str, Callable]]  # by name, each with its file
 Parts = dict[str, float | None]  # of a reward, by name; None is one that does not apply
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 FIXED = {str, int, float}  # types whose values nothing can change
@@ -70,7 +71,7 @@ class Task(Contract):
         vars(self).update({name: defined[name] for name in names})
         self.file = file
         self.options = options
-        self.functions: dict[str, tuple[str, Callable]] = {}  # of task.reward, by name: its file
+        self.functions: Functions = {}  # of task.reward
         self.number_columns: set[str] = set()  # of CSV files: the functions get their numbers
 
     def pose(self, example: dict) -> list[dict] | str:

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config, ConfigError, TaskSettings
 from engine.core.hub import commit_of
 from engine.core.packages import import_package
-from engine.core.types import Log, SeedWord, no_log
+from engine.core.types import Log, Questions, SeedWord, no_log
 from engine.core.user_file import naming_mistakes
 from engine.questions.contract import Task, fill
 from engine.questions.prompts import prompt_length
@@ -49,7 +49,7 @@ def load_questions(
     tokenizer: PreTrainedTokenizerFast,
     context: int | None,
     log: Log,
-) -> "tuple[list[dict], QuestionStream | None]":
+) -> "tuple[Questions, QuestionStream | None]":
     """The validation questions, and the stream of training questions if the run trains.
 
     `context` is the number of tokens that the model can see, None for no limit. Questions without
@@ -94,7 +94,7 @@ def load_questions(
     return fitting, stream
 
 
-def load_validation(task: Task, config: Config, log: Log) -> list[dict]:
+def load_validation(task: Task, config: Config, log: Log) -> Questions:
     """The validation questions, no two of them equal; the task's functions are tried on one."""
     # Seed 0: the same questions for every training.seed, so that runs can be compared.
     num = config.validation.num_examples
@@ -154,7 +154,7 @@ def check_functions(task: Task, example: dict, limit: int) -> None:
 class QuestionStream:
     """The questions without end: each epoch is a new permutation of them, drawn from the seed."""
 
-    questions: list[dict]
+    questions: Questions
     seed: int
     shuffle: bool  # if not, each epoch has the questions in their own order
     prompt_tokens: Callable[[dict], float]  # how many a question's prompt has
@@ -199,7 +199,7 @@ def load_examples(
     seed: int,
     exclude: Iterable[dict],
     log: Log = no_log,
-) -> list[dict]:
+) -> Questions:
     """The questions of one split, "train" or "validation", without those equal to `exclude`'s.
 
     If both splits have the same source, 1 in 8 of its questions is for validation and the others
@@ -246,9 +246,7 @@ def load_examples(
     return rows
 
 
-def load_rows(
-    task: Task, split: str, source: str, num_examples: int | None, log: Log
-) -> list[dict]:
+def load_rows(task: Task, split: str, source: str, num_examples: int | None, log: Log) -> Questions:
     """The rows of a file or of the hub, of which `split` gets its part if both have one source."""
     held_out = task.options.train == task.options.eval
     hub = task.HUB or Hub()
@@ -273,7 +271,7 @@ def load_rows(
     return rows[: min(num_examples, (len(rows) + 1) // 2)]
 
 
-def are_others(task: Task, questions: list[dict], known: Iterable[dict]) -> list[bool]:
+def are_others(task: Task, questions: Questions, known: Iterable[dict]) -> list[bool]:
     """Whether each question is none of the known ones, by its key and by what the model is asked.
 
     Equal questions may stand in two files with other columns beside them, such as an id.
@@ -344,7 +342,7 @@ def number_columns(rows: Iterable[CsvRow], log: Log = no_log) -> set[str]:
 
 def parse_table(
     table: list[dict] | list[str], task: Task, source: str, log: Log = no_log
-) -> list[dict]:
+) -> Questions:
     """The example in each row of the table; ValueError for the first row without one."""
     rows = []
     for number, row in enumerate(table, start=1):

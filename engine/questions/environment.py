@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.core.config import Config
 from engine.core.measures import Clock
 from engine.core.tensors import seeded
-from engine.core.types import PromptBatch, SamplingParams, Seed
+from engine.core.types import PromptBatch, Questions, SamplingParams, Seed
 from engine.core.user_file import RewardError, naming_mistakes
 from engine.questions import templates
 from engine.questions.contract import Task, assistant_prefix
@@ -32,7 +32,7 @@ TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
 def start_conversations(
     policy: Any,  # model/policy.py's Policy
     task: Task,
-    questions: list[dict],
+    questions: Questions,
     seeds: list[Seed],
     params: SamplingParams,
     clock: Clock,

@@ -15,7 +15,7 @@ import selectors
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -24,9 +24,9 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.signals import leave_if_signalled
-from engine.core.types import Sums
+from engine.core.types import Questions, Sums
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Parts, Task, is_reward
+from engine.questions.contract import Functions, Parts, Task, is_reward
 from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
@@ -35,7 +35,7 @@ LOST_S = 60.0  # seconds of waiting before it is looked for the reason
 FOR_EVER_S = 1e9
 
 
-def find_functions(names: list[str]) -> dict[str, tuple[str, Callable]]:
+def find_functions(names: list[str]) -> Functions:
     """The functions, each given as module:function, with their files, by their own names."""
     functions = {}
     for named in names:
@@ -71,7 +71,7 @@ class RewardTask(Task):
                 return values | {"eval": values.get("train", "generated")}
             return values
 
-    def __init__(self, functions: dict[str, tuple[str, Callable]], options: TaskSettings) -> None:
+    def __init__(self, functions: Functions, options: TaskSettings) -> None:
         (file, _), *_ = functions.values()
         called = {name: (f, type(f).__call__) for name, (_, f) in functions.items()}  # or objects
         self.awaited = [n for n in called if any(map(inspect.iscoroutinefunction, called[n]))]
@@ -111,7 +111,7 @@ class RewardTask(Task):
     def reward_groups(
         self,
         texts: list[list[str]],
-        examples: list[dict],
+        examples: Questions,
         groups: list[list],
         limit: int,
     ) -> list[list[Parts]]:
@@ -167,7 +167,7 @@ class RewardTask(Task):
         return self.checked(paid, name, columns, example)
 
     async def call_together(
-        self, name: str, columns: list[dict], examples: list[dict]
+        self, name: str, columns: list[dict], examples: Questions
     ) -> list[list[float | None] | None]:
         """The same of all questions, by an async function; None where it took too long."""
         free = asyncio.Semaphore(self.options.concurrency)

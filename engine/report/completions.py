@@ -27,13 +27,13 @@ import numpy as np
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerFast
 
-from engine.core.types import Groups, Trajectory
+from engine.core.types import Groups, Questions, Trajectory
 
 HEAD = 384  # tokens kept of a longer completion
 TAIL = 128
 
 
-def completion_rows(step: int, questions: list[dict], groups: Groups) -> Iterator[dict]:
+def completion_rows(step: int, questions: Questions, groups: Groups) -> Iterator[dict]:
     """The rows of completions.jsonl for this rank's completions of a step."""
     for question, group in zip(questions, groups, strict=True):
         for t in group:

@@ -12,7 +12,7 @@ import torch
 from engine.core.config import ValidationSettings
 from engine.core.distributed import World
 from engine.core.measures import reduce_means
-from engine.core.types import Groups, Metrics, Sums, Trajectory
+from engine.core.types import Groups, Metrics, Questions, Sums, Trajectory
 from engine.questions.contract import Task
 from engine.questions.rewards import read_answer
 from engine.report.pass_at_k import solve_rates, with_interval
@@ -131,7 +131,7 @@ def mean_rewards(
 
 
 def single_answer_metrics(
-    task: Task, questions: list[dict], groups: Groups, greedy: Groups, world: World
+    task: Task, questions: Questions, groups: Groups, greedy: Groups, world: World
 ) -> Metrics:
     """Rates of one answer per question, with Wilson's interval: what the group votes for, greedy.
 

@@ -236,9 +236,9 @@ def left_out(values: dict, overrides: dict) -> list[str]:
     """The keys of the file's task that `without_other_task` drops, but for those at the default."""
     sections = (Config().model_dump(), values, without_other_task(values, overrides))
     usual, before, after = (unnest(section_of(of, "task")) for of in sections)
-    usual |= {"name": before.get("name"), "reward_weights.timeout": 0.0}
-    lost = [key for key in before if key not in after and before[key] != usual.get(key)]
-    return [f"task.{key}" for key in lost if key != "reward"]
+    usual |= {"name": before.get("name"), "reward": before.get("reward")}
+    usual["reward_weights.timeout"] = 0.0
+    return [f"task.{k}" for k in before if k not in after and before[k] != usual.get(k)]
 
 
 def replaced_length(from_file: dict, overrides: dict) -> dict:

@@ -57,7 +57,7 @@ def check_disk(folder: Path, config: Config, num_weights: int) -> None:
     if config.checkpoint.keep:
         num_checkpoints = config.checkpoint.keep + 1  # one more while it is written
     needed = num_checkpoints * checkpoint + twice_best
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    there = next(filter(Path.exists, (folder, *folder.absolute().parents)))
     room = shutil.disk_usage(there).free + sum(sizes_of(folder).values())  # a resume overwrites it
     if needed > room:
         keep = math.floor((room - twice_best) / checkpoint) - 1

@@ -16,7 +16,7 @@ from engine.core.config import Config
 from engine.core.files import json_line, sizes_of, write_atomically
 from engine.core.measures import Clock, reduce_means
 from engine.core.text import plain, shorten
-from engine.core.types import Groups, Metrics
+from engine.core.types import Groups, Metrics, Questions
 from engine.core.user_file import RewardError
 from engine.questions.rewards import read_answer
 from engine.questions.tasks import load_task
@@ -73,7 +73,7 @@ def with_logged(run: Run, split: str, metrics: Metrics) -> Metrics:
 
 
 def log_step(
-    run: Run, metrics: Metrics, questions: list[dict], groups: Groups, update: Update
+    run: Run, metrics: Metrics, questions: Questions, groups: Groups, update: Update
 ) -> None:
     """Print a step's line, and write its metrics, its rollouts and at times its samples."""
     step = run.state.step
@@ -99,7 +99,7 @@ def log_step(
     remark_on_step(run, metrics, questions, groups)
 
 
-def describe_step(run: Run, questions: list[dict], groups: Groups, update: Update) -> str:
+def describe_step(run: Run, questions: Questions, groups: Groups, update: Update) -> str:
     """The lines of rollouts.jsonl for the step that has ended; "" if it is not logged."""
     every = run.config.logging.rollouts_every
     step = run.state.step
@@ -155,7 +155,7 @@ def show_evaluation(run: Run, title: str, metrics: Metrics, groups: Groups) -> l
     return samples
 
 
-def samples_of(run: Run, groups: Groups, questions: list[dict], split: str) -> list[dict]:
+def samples_of(run: Run, groups: Groups, questions: Questions, split: str) -> list[dict]:
     """The first completion of each group, then the second ones, as samples.jsonl keeps them."""
     task = run.task
     pairs = [

@@ -7,7 +7,7 @@ import torch
 
 from engine.core.files import json_line, read_lines
 from engine.core.tensors import local
-from engine.core.types import Groups, Metrics
+from engine.core.types import Groups, Metrics, Questions
 from engine.questions.rewards import default_weights
 from engine.run.state import Run
 from engine.update.optimizer import learning_rate_at
@@ -50,7 +50,7 @@ def remark_at_start(run: Run) -> None:
         )
 
 
-def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Groups) -> None:
+def remark_on_step(run: Run, metrics: Metrics, questions: Questions, groups: Groups) -> None:
     """On parts of the reward that are paid but weigh 0, equal rewards, and completions."""
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
@@ -84,7 +84,7 @@ def remark_on_step(run: Run, metrics: Metrics, questions: list[dict], groups: Gr
 
 
 def remark_on_completions(
-    run: Run, metrics: Metrics, split: str, questions: list[dict], groups: Groups
+    run: Run, metrics: Metrics, split: str, questions: Questions, groups: Groups
 ) -> None:
     """On completions that were cut off, and on rewards that came too late or for nothing."""
     is_chat = run.policy.tokenizer.chat_template is not None
@@ -114,7 +114,7 @@ def remark_on_completions(
             )
 
 
-def remark_on_evaluation(run: Run, metrics: Metrics, questions: list[dict], groups: Groups) -> None:
+def remark_on_evaluation(run: Run, metrics: Metrics, questions: Questions, groups: Groups) -> None:
     """On answers that are never right, in part or of an untrained model; completions and parts."""
     remark_on_completions(run, metrics, "eval", questions, groups)
     if run.world.is_main and run.state.step >= FEW_STEPS:

@@ -98,8 +98,6 @@ def check_newest(root: Path, world: World) -> None:
 
     Without a shared disk each keeps its own, and rank 0 may be elsewhere than at the last start.
     """
-    if world.size == 1:
-        return
     whole = filter(checkpoint.is_whole, checkpoint.list_checkpoints(root))
     newest = max(map(checkpoint.step_of, whole), default=-1)
     (first, here), *others = world.gather((newest, socket.gethostname()))

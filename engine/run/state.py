@@ -13,7 +13,7 @@ from torch import nn
 from engine.core.config import Config, ConfigError
 from engine.core.distributed import World
 from engine.core.signals import Left
-from engine.core.types import Groups, Metrics
+from engine.core.types import Groups, Metrics, Questions
 from engine.model.policy import CPU_TOKENS, Policy
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
@@ -85,7 +85,7 @@ class Run:
     logger: Any  # logger.py's Logger, which main.py makes
     task: Task
     policy: Policy
-    validation_questions: list[dict]
+    validation_questions: Questions
     stream: QuestionStream | None = None  # of training questions
     optimizer: torch.optim.Optimizer | None = None
     folder: Path | None = None  # by default the one that the config names
@@ -151,8 +151,9 @@ class Run:
     def is_over(self) -> bool:
         """Whether all steps are done, or the model has collapsed and the config says to stop."""
         training = self.config.training
-        has_collapsed = training.stop_on_collapse and bool(self.state.signs)
-        return self.state.step >= training.num_steps or has_collapsed
+        if training.stop_on_collapse and self.state.signs:
+            return True
+        return self.state.step >= training.num_steps
 
     @property
     def is_evaluation_due(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from engine.core.types import Completion, DecodeLoop, PromptBatch, Sampler, SamplingParams
+from engine.core.types import Completion, DecodeLoop, PromptBatch, SamplingParams
 
 # Of the rows that a CPU decodes at once; more rows than these are hardly faster, each for itself.
 CPU_BATCH_BYTES = 2**30
@@ -20,7 +20,7 @@ SMALL_PROCESS_KB = 2**20  # at its peak
 
 
 def decode_in_batches(
-    sampler: Sampler,
+    sampler: Any,  # a LoopSampler or a VllmEngine
     prompts: PromptBatch,
     params: SamplingParams,
     max_batch_tokens: int | None,

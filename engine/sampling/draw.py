@@ -57,9 +57,7 @@ class TokenBuffer:
         Returns what the model reads next (b,): the tokens drawn or, where a tool has written ahead,
         the tool's. Rows that have ended get padding. A row ends with the first end token drawn.
         """
-        num_rows = max(1, CPU_BLOCK // logits.shape[1])
-        if logits.device.type != "cpu" or len(logits) <= num_rows:
-            return self.append(*sample_tokens(logits, uniforms, self.params))
+        num_rows = max(1, CPU_BLOCK // logits.shape[1]) if logits.is_cpu else len(logits)
         blocks = zip(logits.split(num_rows), uniforms.split(num_rows), strict=True)
         drawn = [sample_tokens(*block, self.params) for block in blocks]
         return self.append(*map(torch.cat, zip(*drawn, strict=True)))

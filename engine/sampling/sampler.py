@@ -21,7 +21,10 @@ from engine.sampling.grouped import DecodeBatch, decode_grouped
 
 @dataclass
 class LoopSampler:
-    """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy."""
+    """Samples by a decode loop on a transformers model: the policy's own or, in 16 bits, a copy.
+
+    Another backend has its methods decode, refresh and tokens_at_once, as VllmEngine does.
+    """
 
     model: nn.Module
     trained: nn.Module
@@ -58,6 +61,7 @@ class LoopSampler:
             return kept_bytes(self.model)
 
     def tokens_at_once(self, longest: int, params: SamplingParams) -> int:
+        """How many tokens, of prompts and completions, at once; `longest` is a prompt."""
         return tokens_that_fit(self.model, longest, params, self.kept_bytes)
 
     def autocast(self) -> torch.autocast:

@@ -45,8 +45,9 @@ class VllmEngine:
         from vllm.v1.sample.logits_processor import LogitsProcessor
 
         if memory_gb is None:
-            is_cuda = self.device.type == "cuda"
-            memory_gb = 0.2e-9 * torch.cuda.mem_get_info(self.device)[0] if is_cuda else 1.0
+            memory_gb = 1.0
+            if self.device.type == "cuda":
+                memory_gb = 0.2e-9 * torch.cuda.mem_get_info(self.device)[0]
         self.make_request = vllm.SamplingParams
         try:
             self.llm = vllm.LLM(

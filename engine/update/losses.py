@@ -64,7 +64,6 @@ def off_policy_loss(
     training: TrainingSettings, batch: MicroBatch, log_probs: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token by `training.policy_loss`, and which tokens it clips."""
-    eps = training.clip_eps
     eps_high = training.clip_eps_high or training.clip_eps
     old_log_probs = batch.old_log_probs
     if training.policy_loss == "cispo":
@@ -72,7 +71,7 @@ def off_policy_loss(
     if training.policy_loss == "gspo":
         log_probs = completion_means(log_probs, batch.completion_mask)
         old_log_probs = completion_means(old_log_probs, batch.completion_mask)
-    return ppo_loss(log_probs, advantages, old_log_probs, eps=eps, eps_high=eps_high)
+    return ppo_loss(log_probs, advantages, old_log_probs, eps=training.clip_eps, eps_high=eps_high)
 
 
 def ppo_loss(

@@ -48,8 +48,6 @@ def shard_scorer(scorer: nn.Module, world: World, *, reshard_after_forward: bool
 
 def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBatch]:
     """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
-    if not micro_batches:  # on all ranks
-        return []
     first = micro_batches[0]
     num_missing = max(world.gather(len(micro_batches))) - len(micro_batches)
     weights = torch.zeros_like(first.token_weights)
