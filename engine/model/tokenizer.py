@@ -47,11 +47,8 @@ def load_tokenizer(config: Config, log: Log) -> PreTrainedTokenizerFast:
         raise ValueError(f"task.template_options: its chat template has no {unread[0]}")
     if tokenizer.chat_template is not None and config.task.template_date is not None:
         day = datetime.fromisoformat(config.task.template_date)
-        options = options | {  # best/ keeps the template as it was
-            "chat_template": TODAY.sub(
-                lambda m: repr(day.strftime(m[2])), tokenizer.get_chat_template()
-            )
-        }
+        template = TODAY.sub(lambda m: repr(day.strftime(m[2])), tokenizer.get_chat_template())
+        options = options | {"chat_template": template}  # best/ keeps the template as it was
     # Every call of it gets them: for prompts, for checks, for the token that ends a turn.
     tokenizer.apply_chat_template = functools.partial(tokenizer.apply_chat_template, **options)
     return tokenizer
