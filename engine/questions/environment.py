@@ -93,7 +93,7 @@ class Conversation:
         """The ids that answer the turn which ends here; None if the conversation does."""
         before = self.turns.decode(self.prompt_ids + token_ids[: self.start])
         text = self.turns.decode(token_ids[self.start : -1])
-        self.num_turns = self.num_turns + 1
+        self.num_turns += 1
         calls = self.turns.read_calls(text, before=before)
         replies = [self.call(call["name"], call.get("arguments")) for call in calls]
         if not calls and hasattr(self.environment, "respond"):

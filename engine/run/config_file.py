@@ -345,8 +345,7 @@ def hint(key: str, value: Any, known: list[str]) -> str:
 def words_elsewhere() -> tuple[dict[str, str], dict[str, Any]]:
     """Our key for each word of other trainers that has one, and all that we say of their words."""
     words = read_file(WORDS_ELSEWHERE)
-    ours = {key.rpartition(".")[2]: key for key in words["same"]}
-    return ours | {word: key for key in words["keys"] for word in words["keys"][key]}, words
+    return {word: key for key in words["keys"] for word in words["keys"][key]}, words
 
 
 def word_in(path: str, words: Iterable[str]) -> str | None:

@@ -184,7 +184,7 @@ class Run:
         """
         state = self.state
         is_skipped = update.outcome in (Outcome.BROKEN, Outcome.OVERFLOWED)
-        state.step = state.step + 1
+        state.step += 1
         state.position = position
         state.is_saved = False
         state.skipped_steps += is_skipped
