@@ -214,8 +214,13 @@ def typed_lines() -> Iterator[str]:
 
 
 def watched(task: Task, config: Config) -> list[dict]:
-    num = min(100, config.validation.num_examples)
-    return load_examples(task, "validation", num_examples=num, seed=0, exclude=[])
+    return load_examples(
+        task,
+        "validation",
+        num_examples=min(100, config.validation.num_examples),
+        seed=0,
+        exclude=[],
+    )
 
 
 def sample_answer(

@@ -115,10 +115,10 @@ def card_of(run: Path, model: ModelSettings, *, is_adapter: bool) -> str:
         task = load_task(config.task)
         _, tokenizer = load_base_tokenizer(config.replace(model=model), no_log)
         questions, _ = load_questions(task, config, tokenizer, None, no_log)
-        rows = read_lines(run / "metrics.jsonl")
-        evaluations = {row["step"]: row for row in rows if "eval/pass@1" in row}
-        best_step = read_file(folder / "best.json")["best_step"]
-        measured = [evaluations[0], evaluations[best_step]]
+        evaluations = {
+            row["step"]: row for row in read_lines(run / "metrics.jsonl") if "eval/pass@1" in row
+        }
+        measured = [evaluations[step] for step in (0, read_file(folder / "best.json")["best_step"])]
         return model_card(config, task, questions, tokenizer, measured, is_adapter=is_adapter)
     except (ValueError, LookupError) as error:
         file = folder / "README.md"

@@ -129,14 +129,22 @@ def imitating(options: argparse.Namespace) -> Config:
             "hold; write false"
         )
     size = max(config.training.group_size, 2)  # an answer has no group, but `check_world` asks
-    changes = {"learning_type": "grpo", "k_best_of_n": [size, size], "advantage": "mean"}
-    changes |= {"loss_normalization": "token", "num_iterations": 1, "policy_loss": "ppo"}
-    changes |= {"kl_coef": 0.0, "tis_clip": None, "skip_truncated": False}
-    place = {"dir": str(folder.parent), "name": folder.name}
-    sections = {"run": place, "model": {"teacher": None}, "training": changes}
-    updates = {key: getattr(config, key).replace(**sections[key]) for key in sections}
-    logging = LoggingSettings(samples=config.logging.samples)  # without boards
-    return config.replace(**updates, logging=logging)
+    return config.replace(
+        run=config.run.replace(dir=str(folder.parent), name=folder.name),
+        model=config.model.replace(teacher=None),
+        training=config.training.replace(
+            learning_type="grpo",
+            k_best_of_n=[size, size],
+            advantage="mean",
+            loss_normalization="token",
+            num_iterations=1,
+            policy_loss="ppo",
+            kl_coef=0.0,
+            tis_clip=None,
+            skip_truncated=False,
+        ),
+        logging=LoggingSettings(samples=config.logging.samples),  # without boards
+    )
 
 
 def make_room(run: Run) -> None:
@@ -347,8 +355,8 @@ def write_imitation(run: Run, measured: list[dict[str, float]], source: str) -> 
 
         weights = gather_weights(policy.model, run.world)
     run.world.on_main(save_model, policy.model, policy.tokenizer, card, run.folder, weights)
-    text = "".join(map(json_line, measured))
-    run.world.on_main(write_atomically, run.folder / "imitation.jsonl", text)
+    lines = "".join(map(json_line, measured))
+    run.world.on_main(write_atomically, run.folder / "imitation.jsonl", lines)
 
 
 def merge_adapter(model: nn.Module) -> None:

@@ -75,8 +75,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TEMPLATE.with_name("index.html"))
     options = parser.parse_args()
     with mistakes_cost_one_line():
-        rows = read_lines(options.folder / "metrics.jsonl")
-        scores = {r["step"]: r["eval/pass@1"] for r in rows if "eval/pass@1" in r}
+        scores = {
+            row["step"]: row["eval/pass@1"]
+            for row in read_lines(options.folder / "metrics.jsonl")
+            if "eval/pass@1" in row
+        }
         settings = options.folder / "config.yaml"
         if settings.is_file() and (name := task_name(read_file(settings))) != "countdown":
             raise ValueError(f"{options.folder}: its task is {name}, and the page plays countdown")

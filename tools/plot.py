@@ -102,8 +102,10 @@ def read_tables(path: Path, lines: list[dict] | None = None) -> list[Table]:
     if not {"step", "time/step_s", "time/eval_s"} <= {*rows} or rows["step"].isna().all():
         raise ValueError(f"{file}: no rows of a run's metrics")
     if "run" in rows:
-        groups = rows.groupby("run")  # each without the columns that only others have
-        runs = {run: some.drop(columns="run").dropna(axis=1, how="all") for run, some in groups}
+        runs = {  # each without the columns that only others have
+            run: some.drop(columns="run").dropna(axis=1, how="all")
+            for run, some in rows.groupby("run")
+        }
     else:
         runs = {file.absolute().parent.name if file.stem == "metrics" else file.stem: rows}
     # A step and its evaluation are two rows of a run
@@ -182,8 +184,13 @@ def make_figure(
     figure.align_ylabels()
     figure.suptitle(title, size=12, weight="bold", x=0.01, ha="left")
     if len(groups) > 1 or not title:
-        lines = figure.axes[0].get_lines()
-        figure.legend(lines, labels_of(groups), loc="outside lower center", ncols=2, handlelength=4)
+        figure.legend(
+            figure.axes[0].get_lines(),
+            labels_of(groups),
+            loc="outside lower center",
+            ncols=2,
+            handlelength=4,
+        )
     return figure
 
 
