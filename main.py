@@ -54,6 +54,7 @@ from engine.core.types import (
     Log,
     Metrics,
     MicroBatch,
+    Prompts,
     Questions,
     SamplingParams,
     Seed,
@@ -198,7 +199,7 @@ def sample_trajectories(
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompts: list[list[int]],
+    prompts: Prompts,
     seeds: list[Seed],
     params: SamplingParams,
     *,
@@ -250,7 +251,7 @@ def compute_rewards(
     policy: Policy,
     task: Task,
     questions: Questions,
-    prompts: list[list[int]],
+    prompts: Prompts,
     groups: list[list[Completion]],
     limit: int,
 ) -> Groups:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from engine.core.types import Seed, Trajectory
+from engine.core.types import Prompts, Seed, Trajectory
 
 
 @contextlib.contextmanager
@@ -29,7 +29,7 @@ def seeded(seeds: list[Seed], device: torch.device) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def left_pad(rows: list[list[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def left_pad(rows: Prompts, pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids and mask (True = a token), both (B, longest), padded on the left."""
     longest = max(len(row) for row in rows)
     ids = torch.tensor([[pad_id] * (longest - len(row)) + row for row in rows])

@@ -12,6 +12,8 @@ import numpy as np
 from torch import Tensor
 
 Questions = list[dict]  # what a task poses: each a row, by its columns
+Prompts = list[list[int]]  # the token ids of each
+Parts = dict[str, float | None]  # of a reward, by name; None is one that does not apply
 Metrics = dict[str, float]  # what is measured, by name
 Sums = dict[str, tuple[float, float]]  # of metrics, on one rank: sum and count
 Log = Callable[[str], None]  # prints a line, on rank 0
@@ -63,7 +65,7 @@ class SamplingParams:
 class PromptBatch:
     """The prompts of some questions, and what their completions are drawn by."""
 
-    token_ids: list[list[int]]  # of each prompt
+    token_ids: Prompts
     seeds: list[Seed]
     conversations: list[list[Tool]] = field(default_factory=list)  # a list for each prompt, or none
 
@@ -106,7 +108,7 @@ class Trajectory:
     prompt_ids: list[int]
     completion: Completion
     text: str  # the completion without its end-of-sequence token
-    reward_parts: dict[str, float | None]  # None is a part that does not apply
+    reward_parts: Parts
     reward: float
     advantage: float = 0.0
     in_batch: bool = True  # counts in the loss's denominator; sil leaves out all but the k best

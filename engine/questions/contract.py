@@ -18,7 +18,6 @@ from engine.questions.tables import CsvRow, number_in
 
 NUMBER_TYPES = (int, float, np.integer, np.floating, np.bool_)
 Functions = dict[str, tuple[str, Callable]]  # by name, each with its file
-Parts = dict[str, float | None]  # of a reward, by name; None is one that does not apply
 MAX_REWARD = 1e30  # times a weight of at most 1e6 it is still finite in fp32
 FIXED = {str, int, float}  # types whose values nothing can change
 KEYS = json.JSONEncoder(sort_keys=True, default=repr)  # one for all: json.dumps would make many

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from engine.core.measures import Clock
-from engine.core.types import Completion, PromptBatch, Questions, SamplingParams, Seed
+from engine.core.types import Completion, PromptBatch, Prompts, Questions, SamplingParams, Seed
 from engine.questions.contract import Task
 from engine.questions.templates import render_prompt, special_ids, tool_schemas, whole_characters
 
@@ -27,7 +27,7 @@ def make_prompts(
     return start_conversations(policy, task, questions, seeds, params, clock)
 
 
-def encode_prompts(examples: Questions, task: Task, tokenizer: Tokenizer) -> list[list[int]]:
+def encode_prompts(examples: Questions, task: Task, tokenizer: Tokenizer) -> Prompts:
     """The ids of each question's prompt, one by one: a text may stand beside a chat."""
     return [encode_prompt(example, task, tokenizer) for example in examples]
 

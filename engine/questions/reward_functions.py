@@ -24,9 +24,9 @@ from pydantic import model_validator
 
 from engine.core.config import ConfigError, Section, TaskSettings
 from engine.core.signals import leave_if_signalled
-from engine.core.types import Questions, Sums
+from engine.core.types import Parts, Questions, Sums
 from engine.core.user_file import RewardError, find_function, line_of, naming_mistakes
-from engine.questions.contract import Functions, Parts, Task, is_reward
+from engine.questions.contract import Functions, Task, is_reward
 from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long

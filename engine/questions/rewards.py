@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.core.config import TaskSettings
+from engine.core.types import Parts, Questions
 from engine.core.user_file import RewardError, line_of, naming_mistakes
-from engine.questions.contract import Parts, Task, is_reward
+from engine.questions.contract import Task, is_reward
 
 
 def reward_parts(
-    task: Task, texts: list[list[str]], examples: list[dict], groups: list[list], limit: int
+    task: Task, texts: list[list[str]], examples: Questions, groups: list[list], limit: int
 ) -> list[list[Parts]]:
     """What a task pays for each completion of each question; RewardError if that is no number.
 
@@ -27,7 +28,7 @@ def reward_parts(
         ]
 
 
-def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict[str, float]:
+def parts_of(task: Task, text: str, example: dict, completion: Any) -> Parts:
     """What reward_function and Environment pay for a completion; a number is the part `answer`."""
     parts = {}
     payer = "get_reward"

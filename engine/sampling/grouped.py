@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.core.signals import leave_if_signalled
 from engine.core.tensors import left_pad
-from engine.core.types import Completion, SamplingParams, Seed
+from engine.core.types import Completion, Prompts, SamplingParams, Seed
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, draw_uniforms
 
@@ -22,7 +22,7 @@ STEPS_PER_CHECK = 16  # if replayed, until ended rows are dropped: each time mak
 @torch.inference_mode()  # not no_grad: each of a step's 500 operations costs less
 def decode_grouped(
     model: nn.Module,
-    prompts: list[list[int]],
+    prompts: Prompts,
     seeds: list[Seed],
     params: SamplingParams,
     *,
@@ -61,7 +61,7 @@ class DecodeBatch:
     """
 
     def __init__(
-        self, model: nn.Module, prompts: list[list[int]], uniforms: Tensor, params: SamplingParams
+        self, model: nn.Module, prompts: Prompts, uniforms: Tensor, params: SamplingParams
     ):
         """Read each prompt once, repeat its cache, and draw the first token of each row."""
         self.model = model

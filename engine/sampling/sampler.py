@@ -14,7 +14,7 @@ from engine import ROOT
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, DecodeLoop, Log, SamplingParams, Seed, no_log
+from engine.core.types import Completion, DecodeLoop, Log, Prompts, SamplingParams, Seed, no_log
 from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import DecodeBatch, decode_grouped
 
@@ -32,7 +32,7 @@ class LoopSampler:
 
     def decode(
         self,
-        prompts: list[list[int]],
+        prompts: Prompts,
         seeds: list[Seed],
         params: SamplingParams,
         *,

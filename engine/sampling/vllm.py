@@ -19,7 +19,7 @@ from engine.core.distributed import World
 from engine.core.packages import import_package
 from engine.core.signals import leave_if_signalled
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, SamplingParams, Seed
+from engine.core.types import Completion, Prompts, SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
 from engine.sampling.sampler import scores_alike
 
@@ -97,7 +97,7 @@ class VllmEngine:
     @torch.no_grad()
     def decode(
         self,
-        prompts: list[list[int]],
+        prompts: Prompts,
         seeds: list[Seed],
         params: SamplingParams,
         *,
