@@ -188,7 +188,8 @@ class Logger:
             notes = [f"read: {sample['answer']}"] * read
             if (gold := plain(sample["gold"])) != sample["question"]:
                 notes.append("gold: " + gold.rpartition("\n")[2])  # a solution's end
-            lines += ["    " + "  ".join(notes)] * bool(notes)
+            if notes:
+                lines.append("    " + "  ".join(notes))
         self.info("\n".join(lines))
 
     def close(self, status: str = "FINISHED") -> None:

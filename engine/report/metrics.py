@@ -40,11 +40,12 @@ def rollout_metrics(groups: Groups, reward_parts: tuple[str, ...]) -> Sums:
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
     num = rewards.shape[1]
     num_drawn = sum(t.completion.num_sampled for t in sampled)
-    columns = of_completions(sampled)
-    columns["reward"] = [t.reward for t in sampled]
-    columns["solved"] = [t.is_solved for t in sampled]
-    columns["zero_advantage_frac"] = (rewards.amax(dim=1) == rewards.amin(dim=1)).tolist()
-    columns["advantage_abs"] = [abs(t.advantage) for t in sampled if t.in_batch]
+    columns = of_completions(sampled) | {
+        "reward": [t.reward for t in sampled],
+        "solved": [t.is_solved for t in sampled],
+        "zero_advantage_frac": (rewards.amax(dim=1) == rewards.amin(dim=1)).tolist(),
+        "advantage_abs": [abs(t.advantage) for t in sampled if t.in_batch],
+    }
     for part in (name for name in reward_parts if name != "timeout"):
         paid = [t.reward_parts[part] for t in sampled]
         columns[f"part_{part}"] = [x for x in paid if x is not None]
@@ -73,16 +74,15 @@ def sums_of(split: str, columns: dict[str, list[float]]) -> Sums:
     return {f"{split}/{name}": (sum(column), len(column)) for name, column in columns.items()}
 
 
-def mean_of_last(
-    recent: list[list[float]], metrics: Metrics, num_questions: int
-) -> tuple[list[list[float]], Metrics]:
-    """Add a step's WATCHED metrics to `recent`; return its last steps and, if enough, the means."""
+def mean_of_last(recent: list[list[float]], metrics: Metrics, num_questions: int) -> Metrics:
+    """Add a step's WATCHED metrics to `recent`, which keeps the last; their means, if enough."""
     num_steps = max(WINDOW_STEPS, math.ceil(WINDOW_QUESTIONS / num_questions))
-    recent = [*recent, [metrics[name] for name in WATCHED]][-num_steps:]
+    recent.append([metrics[name] for name in WATCHED])
+    del recent[:-num_steps]
     if len(recent) < num_steps:
-        return recent, {}
+        return {}
     sums = map(sum, zip(*recent, strict=True))
-    return recent, {name: total / num_steps for name, total in zip(WATCHED, sums, strict=True)}
+    return {name: total / num_steps for name, total in zip(WATCHED, sums, strict=True)}
 
 
 def signs_of_collapse(means: Metrics, best_solved: float) -> dict[str, str]:

@@ -197,9 +197,7 @@ class Run:
     def watch_for_collapse(self, metrics: Metrics) -> None:
         """Keep the signs of a collapse in a step's metrics and those before; warn of new ones."""
         state = self.state
-        state.recent, means = mean_of_last(
-            state.recent, metrics, self.config.questions_per_step(self.world.size)
-        )
+        means = mean_of_last(state.recent, metrics, self.config.questions_per_step(self.world.size))
         before = state.signs
         state.signs = {}
         if means:

@@ -13,10 +13,10 @@ def test_means_are_over_ten_steps_or_160_questions_whichever_is_more():
         while not means:
             num_steps += 1
             metrics = dict.fromkeys(WATCHED, num_steps)
-            recent, means = mean_of_last(recent, metrics, num_questions=num_questions)
+            means = mean_of_last(recent, metrics, num_questions=num_questions)
         assert num_steps == expected and means == dict.fromkeys(WATCHED, (expected + 1) / 2)
         metrics = dict.fromkeys(WATCHED, num_steps + 1)
-        recent, means = mean_of_last(recent, metrics, num_questions=num_questions)
+        means = mean_of_last(recent, metrics, num_questions=num_questions)
         assert len(recent) == expected and means["train/solved"] == (expected + 3) / 2
 
 
