@@ -102,8 +102,12 @@ def chat_config(
     """What is asked for, beside the settings of `run`, by default the one that made the model."""
     run = run or run_that_made(os.path.expanduser(options.model))
     files = [folder / "config.yaml" for folder in (run or Path(), Path(), ROOT)]
-    overrides = [*options.overrides, "mode=evaluate", f"model.name={options.model}"]
-    overrides += [f"sampling.backend={backend}"]  # generate streams token by token
+    overrides = [
+        *options.overrides,
+        "mode=evaluate",
+        f"model.name={options.model}",
+        f"sampling.backend={backend}",  # generate streams token by token
+    ]
     if options.config:
         return combine(read_file(Path(options.config).expanduser()), overrides)
     return combine(harmless(next(filter(Path.is_file, files)), overrides), overrides)

@@ -115,10 +115,16 @@ def main() -> None:
 
 def imitating(options: argparse.Namespace) -> Config:
     """The config of plain cross-entropy, over all tokens of a step alike; checks what is asked."""
-    given = [*options.overrides, "mode=train", f"model.name={options.model}"]
-    given += [f"training.num_steps={options.steps}"]
-    given += [f"training.learning_rate={options.learning_rate}"] * bool(options.learning_rate)
-    given += [f"--config={options.config}"] * bool(options.config)
+    given = [
+        *options.overrides,
+        "mode=train",
+        f"model.name={options.model}",
+        f"training.num_steps={options.steps}",
+    ]
+    if options.learning_rate:
+        given.append(f"training.learning_rate={options.learning_rate}")
+    if options.config:
+        given.append(f"--config={options.config}")
     config = load_config(given)
     folder = options.out or Path(config.run.dir) / f"{run_name(config)}-imitation"
     if folder.exists():

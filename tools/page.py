@@ -63,8 +63,12 @@ class GrowingFile:
 
 def files_of(folder: Path) -> dict[str, GrowingFile]:
     """What a run appends to; the live page keeps these from one refresh to the next."""
-    kinds = {"metrics": (("step",), dict), "rollouts": (ROLLOUT, dict)}
-    kinds |= {"samples": (SAMPLE, shortened), "remarks": (("step", "line"), dict)}
+    kinds = {
+        "metrics": (("step",), dict),
+        "rollouts": (ROLLOUT, dict),
+        "samples": (SAMPLE, shortened),
+        "remarks": (("step", "line"), dict),
+    }
     return {kind: GrowingFile(folder / f"{kind}.jsonl", *kinds[kind]) for kind in kinds}
 
 

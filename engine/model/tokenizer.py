@@ -82,9 +82,13 @@ def find_eos_ids(
 
     The chat template's end of a turn too: base models such as Qwen2.5's write but do not name it.
     """
-    declared = [tokenizer.eos_token_id, model.generation_config.eos_token_id]
-    declared += [model.config.get_text_config().eos_token_id, end_of_turn(tokenizer)]
-    declared += [id for token, id in tokenizer.get_added_vocab().items() if token in stop]
+    declared = [
+        tokenizer.eos_token_id,
+        model.generation_config.eos_token_id,
+        model.config.get_text_config().eos_token_id,
+        end_of_turn(tokenizer),
+        [id for token, id in tokenizer.get_added_vocab().items() if token in stop],
+    ]
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise ValueError("neither tokenizer nor model says which token ends text")

@@ -23,10 +23,19 @@ from engine.questions.contract import Task, assistant_prefix
 
 REPLY = "A made-up reply."
 # How Qwen2.5, Qwen3 and Hermes write calls, in the form of transformers' `response_template`.
-CALL = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
-FIELDS = {"tool_calls": CALL | {"transform": {"function": "{content}"}}}
-FIELDS |= {"thinking": {"open": "<think>", "close": "</think>"}}
-TURN_FORM = {"start_anchor_pattern": r"\A", "fields": FIELDS}
+TURN_FORM = {
+    "start_anchor_pattern": r"\A",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"function": "{content}"},
+        },
+        "thinking": {"open": "<think>", "close": "</think>"},
+    },
+}
 
 
 def start_conversations(

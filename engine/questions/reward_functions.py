@@ -155,9 +155,13 @@ class RewardTask(Task):
             for name, value in with_numbers(example, self.number_columns).items()
             if name not in ("prompt", "completion")
         }
-        columns |= {"prompts": [prompt] * len(texts), "completions": written, "rewards": {}}
-        columns["completion_ids"] = [[*c.token_ids] if c else [0] for c in completions]  # an end
-        return columns | {"max_completion_length": limit}
+        return columns | {
+            "prompts": [prompt] * len(texts),
+            "completions": written,
+            "completion_ids": [[*c.token_ids] if c else [0] for c in completions],  # an end
+            "max_completion_length": limit,
+            "rewards": {},
+        }
 
     def call(self, name: str, columns: dict, example: dict) -> list[float | None]:
         """What a function, given a copy, pays for each completion of a question."""

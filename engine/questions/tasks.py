@@ -100,9 +100,10 @@ def check_form(text: Any) -> str:
     given = text
     text = as_reward(text)
     if not isinstance(text, str) or not REWARD_FORM.fullmatch(text):
-        forms = "my_rewards:f for the function f in my_rewards.py, 'my_rewards:[f, g]' for two, or "
-        forms += "'[my_rewards:f, lengths:g]'"
-        raise ConfigError(f"task.reward = {show(given):.80}: write {forms}")
+        raise ConfigError(
+            f"task.reward = {show(given):.80}: write my_rewards:f for the function f in "
+            "my_rewards.py, 'my_rewards:[f, g]' for two, or '[my_rewards:f, lengths:g]'"
+        )
     return text
 
 

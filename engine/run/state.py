@@ -213,8 +213,10 @@ def summary(run: Run) -> str:
     state = run.state
     best = run.folder / "best"
     metric = run.config.best_metric.removeprefix("eval/")
-    scores = f"{metric} {state.first_score:.3f} at the start, "
-    scores += f"{state.last_score:.3f} after step {state.step}"
+    scores = (
+        f"{metric} {state.first_score:.3f} at the start, "
+        f"{state.last_score:.3f} after step {state.step}"
+    )
     if state.best is None:
         return f"{scores}; there is no model in {best}"
     needs = ", with peft" if run.config.model.lora else ""

@@ -212,8 +212,12 @@ def check_vllm(model: nn.Module, engine: Any, token_ids: list[int]) -> None:
 
 def import_vllm(device: torch.device) -> ModuleType:
     """vLLM, or ValueError with the fix if it is missing, of another version, or for no device."""
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     vllm = import_package("vllm", key=KEY)
     from vllm.platforms import current_platform
     from vllm.v1.engine import core
