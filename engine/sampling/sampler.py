@@ -128,7 +128,7 @@ def supports_grouped(
         )
     except torch.OutOfMemoryError:  # a RuntimeError too
         raise
-    except (AttributeError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         is_ours = place.filename.startswith(str(ROOT / "engine"))
         if is_ours and isinstance(error, AttributeError | TypeError):

@@ -39,11 +39,14 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     eps = training.adam_eps
     embedding_scale = (training.embedding_learning_rate or rate) / rate
     groups = [
-        {"params": [p for p in others if p.ndim >= 2], "weight_decay": decay, "lr_scale": 1.0},
-        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0, "lr_scale": 1.0},
-        {"params": embeddings, "weight_decay": decay, "lr_scale": embedding_scale},
+        {"params": weights, "weight_decay": weight_decay, "lr_scale": scale}
+        for weights, weight_decay, scale in (
+            ([p for p in others if p.ndim >= 2], decay, 1.0),
+            ([p for p in others if p.ndim < 2], 0.0, 1.0),
+            (embeddings, decay, embedding_scale),
+        )
+        if weights
     ]
-    groups = [group for group in groups if group["params"]]
     if training.optimizer == "adamw_8bit":
         bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
         return bitsandbytes.optim.AdamW8bit(groups, lr=rate, betas=betas, eps=eps)
