@@ -23,8 +23,9 @@ PathText = Annotated[Text, AfterValidator(os.path.expanduser)]  # a file, a fold
 
 def in_checkout(name: str) -> str:
     """The path of the checkout's model of this name, such as tiny, if there is none here."""
-    is_there = os.path.isfile(ROOT / name / "config.json")
-    return str(ROOT / name) if is_there and not os.path.exists(name) else name
+    if os.path.isfile(ROOT / name / "config.json") and not os.path.exists(name):
+        return str(ROOT / name)
+    return name
 
 
 def names_function(text: str) -> str:

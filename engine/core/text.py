@@ -66,7 +66,7 @@ class Dumper(yaml.SafeDumper):
 
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")  # with an exponent
 for yaml_class in (Loader, Dumper):
-    yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+    yaml_class.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, "-+.0123456789")
 # YAML 1.1 reads 010 as 8 and 1:30 as 90; here 010 is 10, and 1:30 a ValueError
 Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 

@@ -122,8 +122,7 @@ class Trajectory:
     def answer(self) -> float:
         """The part of the reward that says whether it is solved: `answer`, else the first."""
         parts = {"answer": self.reward_parts.get("answer")} | self.reward_parts
-        applying = [v for k, v in parts.items() if v is not None and k != "timeout"]
-        return next(iter(applying), 0.0)
+        return next((x for name, x in parts.items() if x is not None and name != "timeout"), 0.0)
 
     @property
     def is_solved(self) -> bool:

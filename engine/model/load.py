@@ -71,7 +71,7 @@ def load_model_and_tokenizer(
         check_vocabulary(model, tokenizer, log)
         # transformers fills the open fields of a generation config from the model's own: empty it
         model.generation_config = GenerationConfig(
-            eos_token_id=list(eos_ids), pad_token_id=tokenizer.pad_token_id
+            eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
         )
         check_causal(model)
         if base:
@@ -281,7 +281,7 @@ def load_model(
 ) -> nn.Module:
     """The model with all its weights, on the device; with model.shard, on the CPU."""
     model_config = load_model_config(settings)
-    is_quantized = bool(model_config.to_dict().get("quantization_config"))
+    is_quantized = model_config.to_dict().get("quantization_config")
     if is_quantized and config.mode == "train":
         raise ValueError("its weights are quantised; give the model that it was made from")
     quantization = None

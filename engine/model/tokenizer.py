@@ -77,7 +77,7 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerFast, log: 
 
 def find_eos_ids(
     model: nn.Module, tokenizer: PreTrainedTokenizerFast, *, stop: list[str]
-) -> tuple[int, ...]:
+) -> list[int]:
     """The ids that end a completion, from tokenizer, generation config, model config and `stop`.
 
     The chat template's end of a turn too: base models such as Qwen2.5's write but do not name it.
@@ -92,4 +92,4 @@ def find_eos_ids(
     eos_ids = {i for ids in declared for i in (ids if isinstance(ids, list) else [ids])} - {None}
     if not eos_ids:
         raise ValueError("neither tokenizer nor model says which token ends text")
-    return tuple(sorted(eos_ids))
+    return sorted(eos_ids)

@@ -61,7 +61,7 @@ def apply_template(chat: list[dict], tokenizer: Tokenizer, tools: Sequence[dict]
     has_system = chat[0]["role"] == "system"
     render = functools.partial(
         tokenizer.apply_chat_template,
-        tools=list(tools) or None,
+        tools=tools or None,
         tokenize=False,
         add_generation_prompt=True,
     )

@@ -12,10 +12,10 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> Metrics:
     num_samples = solved.shape[1]
     counts = solved.sum(axis=1).astype(int)
     low, high = confidence_interval(solved.mean(axis=1), is_binary=num_samples == 1)
-    rates = {"eval/pass@1": solved.mean(), "eval/pass@1_low": low, "eval/pass@1_high": high}
+    rates = {"eval/pass@1": float(solved.mean()), "eval/pass@1_low": low, "eval/pass@1_high": high}
     rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
     rates[f"eval/best_of_{num_samples}"] = pass_at_k(counts, num_samples, num_samples)
-    return {name: float(rate) for name, rate in rates.items()}
+    return rates
 
 
 def with_interval(name: str, rates: np.ndarray, *, is_binary: bool) -> Metrics:

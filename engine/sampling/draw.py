@@ -21,7 +21,7 @@ CPU_BLOCK = 2**20  # logits drawn from at a time: a CPU's cache holds what is ma
 def draw_uniforms(seeds: list[Seed], params: SamplingParams) -> Tensor:
     """Uniform random numbers in [0, 1), (N * G, T), each question's from its own seed."""
     shape = (params.group_size, params.max_new_tokens)
-    blocks = [np.random.default_rng(list(seed)).random(shape, dtype=np.float32) for seed in seeds]
+    blocks = [np.random.default_rng(seed).random(shape, dtype=np.float32) for seed in seeds]
     return torch.from_numpy(np.concatenate(blocks))
 
 

@@ -118,19 +118,15 @@ def load_parts(
 
 def read_rows(parts: list, name: str, like: DTensor, rank: int) -> torch.Tensor:
     """The rows of a tensor that this rank keeps of `like`, from whichever parts hold them."""
-    num_rows = len(local(like))
     # FSDP cuts like torch.chunk: each rank has ceil(rows / ranks), the last ranks fewer or none.
-    start = min(rank * -(-like.shape[0] // like.device_mesh.size()), like.shape[0])
-    found = [torch.empty(0, *like.shape[1:], dtype=like.dtype)]
-    offset = 0
+    first = rank * -(-like.shape[0] // like.device_mesh.size())
+    end = first + len(local(like))
+    found = []
     for part in parts:
         rows = part.get_slice(name)
-        length = rows.get_shape()[0]
-        first = max(start - offset, 0)
-        end = min(start + num_rows - offset, length)
-        if first < end:
-            found.append(rows[first:end])
-        offset += length
+        found.append(rows[max(first, 0) : max(end, 0)])  # fewer or none where it has no more
+        first -= rows.get_shape()[0]
+        end -= rows.get_shape()[0]
     return torch.cat(found)
 
 
