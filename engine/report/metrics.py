@@ -157,7 +157,7 @@ def single_answer_metrics(
             for t, example in zip(answers, copy.deepcopy(mine), strict=True)
         ]
     lengths = [len(t.completion.token_ids) for t in answers]
-    metrics = reduce_means(sums_of("eval", {"greedy_tokens": lengths}), world)
+    metrics = reduce_means({"eval/greedy_tokens": (sum(lengths), len(lengths))}, world)
     for name, column in solved.items():
         table = world.gather_rows(column, (len(questions), 1))
         metrics |= with_interval(f"eval/{name}", table[:, 0], is_binary=True)
