@@ -28,7 +28,6 @@ with its completion, K columns that are scored, V vocabulary. Masks are bool, Tr
 
 import contextlib
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 from engine.run.config_file import check_files, load_config
@@ -54,6 +53,7 @@ from engine.core.types import (
     Log,
     Metrics,
     MicroBatch,
+    Progress,
     Prompts,
     Questions,
     SamplingParams,
@@ -203,7 +203,7 @@ def generate(
     seeds: list[Seed],
     params: SamplingParams,
     *,
-    on_progress: Callable[[int], None],
+    on_progress: Progress,
     streamer: object | None = None,
 ) -> list[Completion]:
     """A group of completions of each prompt, in one list, by any model; `streamer` gets tokens."""

@@ -98,6 +98,7 @@ class Completion:
         return not np.isfinite(self.log_probs).all()
 
 
+Progress = Callable[[int], None]  # is told how many more completions have ended
 DecodeLoop = Callable[..., list[Completion]]  # such as main.py's `generate`, and decode_grouped
 
 

@@ -50,9 +50,8 @@ def hash_of_folder(folder: Path, *, with_weights: bool) -> str:
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     for file in sorted(files):
         size = file.stat().st_size
-        is_large = f"*{file.suffix}" in WEIGHTS
         digest.update(f"{file.name}: {size} bytes".encode())
-        stride = max(BLOCK, size // NUM_BLOCKS) if is_large else BLOCK
+        stride = max(BLOCK, size // NUM_BLOCKS) if f"*{file.suffix}" in WEIGHTS else BLOCK
         with file.open("rb", buffering=0) as opened:
             for start in range(0, size, stride):
                 opened.seek(start)

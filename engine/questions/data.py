@@ -172,10 +172,11 @@ class QuestionStream:
         num_long = len(self.too_long)
         while len(taken) < count:
             epoch, index = divmod(position, len(self.questions))
-            if self.shuffle and self.permutation[0] != epoch:
-                rng = np.random.default_rng([SeedWord.ORDER, self.seed, epoch])
-                self.permutation = epoch, rng.permutation(len(self.questions))
-            index = int(self.permutation[1][index]) if self.shuffle else index
+            if self.shuffle:
+                if self.permutation[0] != epoch:
+                    rng = np.random.default_rng([SeedWord.ORDER, self.seed, epoch])
+                    self.permutation = epoch, rng.permutation(len(self.questions))
+                index = int(self.permutation[1][index])
             if self.prompt_tokens(self.questions[index]) <= self.max_prompt_tokens:
                 taken.append((position, self.questions[index]))
             else:

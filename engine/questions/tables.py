@@ -38,8 +38,9 @@ def read_text_file(path: Path) -> list[dict] | list[str]:
     """
     text = path.read_text("utf-8-sig")
     if path.suffix.lower() != ".csv":
-        is_list = text.lstrip().startswith("[")
-        return json.loads(text) if is_list else [line for line in text.split("\n") if line.strip()]
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        return [line for line in text.split("\n") if line.strip()]
     rows = []
     start = 1
     reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)

@@ -73,7 +73,9 @@ def completion_record(
         "entropies": entropies,
         "inserted": completion.is_inserted[kept].nonzero()[0].tolist(),
     }
-    return record | ({"gap": [HEAD, num_tokens - HEAD - TAIL]} if is_long else {})
+    if is_long:
+        record["gap"] = [HEAD, num_tokens - HEAD - TAIL]
+    return record
 
 
 def token_texts(ids: list[int], tokenizer: PreTrainedTokenizerFast) -> list[str]:

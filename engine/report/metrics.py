@@ -38,7 +38,6 @@ def rollout_metrics(groups: Groups, reward_parts: tuple[str, ...]) -> Sums:
     """This rank's (sum, count) for each metric of the rollouts; `reduce_means` makes the means."""
     sampled = [t for group in groups for t in group]
     rewards = torch.tensor([[t.reward for t in group] for group in groups], dtype=torch.float64)
-    num = rewards.shape[1]
     num_drawn = sum(t.completion.num_sampled for t in sampled)
     columns = of_completions(sampled) | {
         "reward": [t.reward for t in sampled],
@@ -50,7 +49,10 @@ def rollout_metrics(groups: Groups, reward_parts: tuple[str, ...]) -> Sums:
         paid = [t.reward_parts[part] for t in sampled]
         columns[f"part_{part}"] = [x for x in paid if x is not None]
     metrics = {
-        "train/reward_std": (rewards.std(dim=1, correction=num > 1).sum().item(), len(groups)),
+        "train/reward_std": (
+            rewards.std(dim=1, correction=rewards.shape[1] > 1).sum().item(),
+            len(groups),
+        ),
         "train/entropy": (sum(float(t.completion.entropies.sum()) for t in sampled), num_drawn),
     }
     return metrics | sums_of("train", columns)

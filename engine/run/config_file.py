@@ -81,10 +81,11 @@ def check_default_rate(config: Config) -> None:
 def check_files(config: Config) -> None:
     """Raise ConfigError for files and folders that are missing; else say what takes seconds now."""
     values = dotted_values(config)
-    lines = []
-    for key in keys_of_sources(config):
-        if is_file_name(values[key]) and not Path(values[key]).exists():
-            lines.append(f"{key} = {values[key]}: no such file in {Path.cwd()}")
+    lines = [
+        f"{key} = {values[key]}: no such file in {Path.cwd()}"
+        for key in keys_of_sources(config)
+        if is_file_name(values[key]) and not Path(values[key]).exists()
+    ]
     for key in filter(values.get, ("model.name", "model.teacher")):
         try:
             check_folder(values[key])
@@ -219,15 +220,18 @@ def without_other_task(values: dict, overrides: dict) -> dict:
         return values
     # Other functions for the file's rows leave all but the weights of those that are gone.
     if task.get("reward") is not None and given.get("reward") is not None and "train" not in given:
-        before, after = (tasks.functions_in(task_name(of)) for of in (values, overrides))
+        before, after = (
+            [function.split(":")[1] for function in tasks.functions_in(task_name(of))]
+            for of in (values, overrides)
+        )
         weights = section_of(task, "reward_weights")
-        names = [f.split(":")[1] for f in after]
-        kept = task | {"reward_weights": {part: weights[part] for part in weights if part in names}}
-        if task.get("name") == "+".join(f.split(":")[1] for f in before):  # it names the run itself
+        kept = task | {"reward_weights": {part: weights[part] for part in weights if part in after}}
+        if task.get("name") == "+".join(before):  # it names the run itself
             del kept["name"]
         return values | {"task": kept}
     own = {"name", "reward", "reward_weights", "system_prompt", "prompt"}
-    own |= {"eval"} if {"reward", "train"} <= given.keys() else set()  # its rows have other columns
+    if {"reward", "train"} <= given.keys():  # its rows have other columns
+        own.add("eval")
     shared = Config().task.model_dump().keys() - own
     return values | {"task": {key: task[key] for key in task if key in shared}}
 
@@ -322,24 +326,27 @@ def hint(key: str, value: Any, known: list[str]) -> str:
     """What an unknown key or the keys in it are called here, else the known key that is near."""
     close = difflib.get_close_matches
     section, _, last = key.rpartition(".")
-    among = [name.rpartition(".") for name in (SECTIONS if isinstance(value, dict) else known)]
-    # Of other sections only the same word: one that is merely near counts other things there.
-    near = [
-        ".".join(filter(None, (its, leaf)))
-        for its, _, leaf in among
-        if leaf == last or (its == section and close(last, [leaf], cutoff=0.8))
-    ]
+    near = []
+    for name in SECTIONS if isinstance(value, dict) else known:
+        its, _, leaf = name.rpartition(".")
+        # Of other sections only the same word: one that is merely near counts other things there.
+        if leaf == last or (its == section and close(last, [leaf], cutoff=0.8)):
+            near.append(name)
     ours, words = words_elsewhere()
     remarks = words["remarks"]
     paths = unnest({key: value})
     foreign = [*filter(None, (word_in(path, [*ours, *remarks]) for path in paths))]
-    if section in SECTIONS and not any(ours.get(w, "").startswith(section) for w in foreign):
-        foreign = [] if any(name.startswith(section) for name in near) else foreign
-    if foreign:
-        named = {word: f" is {ours[word]} here" for word in foreign if word in ours}
-        notes = {word: f" ({remarks[word]})" for word in foreign if word in remarks}
-        return "".join(f", {word}{named.get(word, '')}{notes.get(word, '')}" for word in foreign)
-    return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}" if near else ""
+    is_ours = section in SECTIONS and any(name.startswith(section) for name in near)
+    if is_ours and not any(ours.get(word, "").startswith(section) for word in foreign):
+        foreign = []
+    hints = ""
+    for word in foreign:
+        named = f" is {ours[word]} here" if word in ours else ""
+        note = f" ({remarks[word]})" if word in remarks else ""
+        hints += f", {word}{named}{note}"
+    if hints or not near:
+        return hints
+    return f", the nearest is {close(key, near, n=1, cutoff=0)[0]}"
 
 
 def words_elsewhere() -> tuple[dict[str, str], dict[str, Any]]:

@@ -88,7 +88,8 @@ def of_own_code(task: Task, training: TrainingSettings) -> str:
     named |= {find_function(name, key)[0] for key, name in names.items() if ":" in name}
     files = {Path(file).resolve() for file in named}
     folders = {file.parent for file in files if not lies_in(file, [ROOT / "tasks", COUNTDOWN])}
-    folders |= {Path.cwd()} if folders else set()
+    if folders:
+        folders.add(Path.cwd())
     names = {str(getattr(module, "__file__", "")) for module in [*sys.modules.values()]}
     # Most of the thousands are installed; torch has some whose file, such as _ops.py, is nowhere.
     sources = [n for n in names if n.endswith(".py") and not n.startswith(INSTALLED)]
@@ -132,7 +133,7 @@ def check_equal(mine: dict[str, str], world: World) -> None:
     """Raises ValueError on all ranks for the first value that a rank, if it has any, has alone."""
     (first, there), *others = world.gather((mine, socket.gethostname()))
     for rank, (theirs, host) in enumerate(others, start=1):
-        for name in {**first, **theirs} if theirs else ():
+        for name in first | theirs if theirs else ():
             if first.get(name) != theirs.get(name):
                 raise ValueError(
                     f"{name} is {theirs.get(name)} on rank {rank} ({host}), {first.get(name)} on "

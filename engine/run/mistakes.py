@@ -55,8 +55,8 @@ def mistakes_cost_one_line() -> Iterator[None]:
         if is_new and not is_first_rank:
             time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 print it before
         if is_new and (is_first_rank or not is_config):
-            lines = error.lines if is_config else [error]
-            print(*map(error_line, lines), sep="\n", file=sys.stderr)
+            for line in error.lines if is_config else [error]:
+                print(error_line(line), file=sys.stderr)
             print(error.better if is_config else "", end="", file=sys.stderr)
         sys.exit(2)
 

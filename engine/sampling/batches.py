@@ -127,7 +127,7 @@ def kept_bytes(model: nn.Module) -> tuple[int, int]:
     cache = getattr(model(input_ids=ids, use_cache=True), "past_key_values", None)  # Mamba has none
     keys = []
     states = []
-    for layer in cache.layers if cache is not None else []:
+    for layer in cache.layers if cache else []:
         if isinstance(layer, DynamicLayer) and layer.is_initialized:
             keys += [layer.keys, layer.values]
         if isinstance(layer, LinearAttentionLayer):

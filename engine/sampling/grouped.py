@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine.core.signals import leave_if_signalled
 from engine.core.tensors import left_pad
-from engine.core.types import Completion, Prompts, SamplingParams, Seed
+from engine.core.types import Completion, Progress, Prompts, SamplingParams, Seed
 from engine.sampling.cache import ReservedColumns
 from engine.sampling.draw import TokenBuffer, draw_uniforms
 
@@ -26,7 +26,7 @@ def decode_grouped(
     seeds: list[Seed],
     params: SamplingParams,
     *,
-    on_progress: Callable[[int], None],
+    on_progress: Progress,
     replayed: "Callable[[DecodeBatch], Callable[[int], None]] | None" = None,
 ) -> list[Completion]:
     """Sample N * G completions; `replayed`, CapturedSteps, makes a step one of a CUDA graph."""

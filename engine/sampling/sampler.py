@@ -14,7 +14,16 @@ from engine import ROOT
 from engine.core.config import Config
 from engine.core.distributed import World
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, DecodeLoop, Log, Prompts, SamplingParams, Seed, no_log
+from engine.core.types import (
+    Completion,
+    DecodeLoop,
+    Log,
+    Progress,
+    Prompts,
+    SamplingParams,
+    Seed,
+    no_log,
+)
 from engine.sampling.batches import kept_bytes, tokens_that_fit
 from engine.sampling.grouped import DecodeBatch, decode_grouped
 
@@ -36,7 +45,7 @@ class LoopSampler:
         seeds: list[Seed],
         params: SamplingParams,
         *,
-        on_progress: Callable[[int], None],
+        on_progress: Progress,
         generate: DecodeLoop,
     ) -> list[Completion]:
         """Sample a group of completions of each prompt: N * G of them, question by question."""

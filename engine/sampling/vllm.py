@@ -7,7 +7,7 @@ logits processor: VLLM_USE_V2_MODEL_RUNNER=0 keeps the first. When vLLM drops th
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,7 @@ from engine.core.distributed import World
 from engine.core.packages import import_package
 from engine.core.signals import leave_if_signalled
 from engine.core.tensors import autocast, whole
-from engine.core.types import Completion, Prompts, SamplingParams, Seed
+from engine.core.types import Completion, Progress, Prompts, SamplingParams, Seed
 from engine.sampling.draw import TokenBuffer, draw_uniforms
 from engine.sampling.sampler import scores_alike
 
@@ -101,7 +101,7 @@ class VllmEngine:
         seeds: list[Seed],
         params: SamplingParams,
         *,
-        on_progress: Callable[[int], None],
+        on_progress: Progress,
         generate: object,  # not used
     ) -> list[Completion]:
         self.prompts = prompts

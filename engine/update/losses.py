@@ -37,7 +37,8 @@ def apply_options(
         mix = training.distill_mix
         advantages = teaching if mix is None else advantages + mix * teaching
         token_loss = -advantages * log_probs
-        measured = {"train/kl": -teaching} if is_first else {}
+        if is_first:
+            measured["train/kl"] = -teaching
     if ":" in training.policy_loss:  # the user's own
         from engine.update.user_algorithm import own_loss
 
@@ -52,7 +53,8 @@ def apply_options(
     if training.kl_coef > 0:
         kl = kl_penalty(log_probs, batch.ref_log_probs)
         token_loss = token_loss + training.kl_coef * kl
-        measured |= {"train/kl": kl.detach()} if is_first else {}
+        if is_first:
+            measured["train/kl"] = kl.detach()
     if training.tis_clip:
         # Truncated importance sampling (Yao et al. 2025): min(pi / pi_sampler, tis_clip)
         ratio = (batch.old_log_probs - batch.sampler_log_probs).exp()

@@ -50,9 +50,9 @@ def equal_passes(micro_batches: list[MicroBatch], world: World) -> list[MicroBat
     """Add micro-batches of weight 0 until this rank has as many as the rank with the most."""
     first = micro_batches[0]
     num_missing = max(world.gather(len(micro_batches))) - len(micro_batches)
-    weights = torch.zeros_like(first.token_weights)
     return micro_batches + [
-        replace(first, trajectories=[], token_weights=weights) for _ in range(num_missing)
+        replace(first, trajectories=[], token_weights=torch.zeros_like(first.token_weights))
+        for _ in range(num_missing)
     ]
 
 
