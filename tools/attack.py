@@ -48,7 +48,7 @@ def load(name: str, data: str | None, overrides: list[str]) -> tuple[Callable[[s
     config = combine({}, [f"{key}={name}", *overrides])
     task = load_task(config.task)  # of a function of task.reward, which is called as a run does
     set_number_columns(task, no_log, data or "")
-    if data is not None:
+    if data:
         (row,) = parse_table(load_table(data)[:1], task, data)
     elif task.reward_function is None:
         raise SystemExit(f"{name}: its Environment pays; name the function that reads: module:name")
@@ -73,10 +73,10 @@ def attack(
     """The strings at which something was found, by what it was; prints the first exception."""
     _, gold = load(name, data, [*overrides])
     found = {kind: [] for kind in ("ran code", "raised", "paid", "hung", SLOW)}
-    given = ["--data", data] if data else []
-    worker = Worker(
-        [sys.executable, "-B", "-m", "tools.attack", name, *overrides, *given, "--serve"]
-    )
+    command = [sys.executable, "-B", "-m", "tools.attack", name, *overrides, "--serve"]
+    if data:
+        command += ["--data", data]
+    worker = Worker(command)
     for trick, form in itertools.product(ODD + LONG + HUGE, FORMS):
         if (found["hung"] and trick not in ODD) or (found[SLOW] and trick in LONG):
             continue  # one is enough, since each costs seconds

@@ -36,7 +36,6 @@ def model_card(
 
     `questions` are those of validation, `answers` is where those that it imitated come from.
     """
-    before = measured[0]
     after = measured[-1]
     prompt, add_special_tokens = prompt_text(questions[0], task, tokenizer)
     ids = encode_prompt(questions[0], task, tokenizer)
@@ -60,7 +59,7 @@ def model_card(
         num_questions=len(questions),
         step=after["step"],
         answers=answers,
-        before=[before[name] for name in PASS_AT_1],
+        before=[measured[0][name] for name in PASS_AT_1],
         after=[after[name] for name in PASS_AT_1 if name in after],  # not by a signal
         others={name.removeprefix("eval/"): after[name] for name in names},
         tokenizer_class="PreTrainedTokenizerFast" if is_plain else "AutoTokenizer",

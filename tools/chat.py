@@ -137,8 +137,8 @@ def harmless(file: Path, overrides: list[str]) -> dict[str, Any]:
     kept = config_file.without_other_task(kept, typed)
     name = config_file.task_name(config_file.merge(kept, typed))
     given = section_of(typed, "task")
-    typed_names = (given.get("name"), as_reward(given.get("reward")))
-    if name not in built_in_tasks() and name not in typed_names:
+    known = (*built_in_tasks(), given.get("name"), as_reward(given.get("reward")))
+    if name not in known:
         key = "task.reward" if section_of(kept, "task").get("reward") else "task.name"
         raise ConfigError(
             f"{file}: {key} = {name!r:.80}: a file that was found cannot have code run; if you "
@@ -154,7 +154,7 @@ def without_task(options: argparse.Namespace) -> argparse.Namespace | None:
     default = Config().task.name
     found = section_of(read_file(file), "task") if file.is_file() else {}
     is_default = run is None and found.get("name") in (None, default)
-    is_free = is_default or found.get("reward") is not None
+    is_free = is_default or found.get("reward")
     is_named = any(o.startswith(("task.name=", "task.reward=", "task=")) for o in options.overrides)
     if options.config or options.watch or is_named or not is_free:
         return None
@@ -252,9 +252,12 @@ def sample_answer(
     if streamer is None:
         begun = assistant_prefix(task.pose(example))
         print_now(policy.tokenizer.decode(prompt_ids) if conversations else begun)
-    streamed = functools.partial(generate, streamer=streamer or Stream(policy))
     group = policy.sampler.decode(
-        [prompt_ids], seeds, params, on_progress=lambda _: None, generate=streamed
+        [prompt_ids],
+        seeds,
+        params,
+        on_progress=lambda _: None,
+        generate=functools.partial(generate, streamer=streamer or Stream(policy)),
     )
     ((trajectory,),) = compute_rewards(policy, task, [example], [prompt_ids], [group], num_new)
     return trajectory

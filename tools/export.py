@@ -66,7 +66,7 @@ def export(asked: argparse.Namespace, run: Path) -> None:
         raise ValueError(f"--merge: {model} is no adapter")
     if not (asked.merge or asked.in_4bit or asked.push):
         raise ValueError("give --merge, --4bit or --push user/name")
-    if asked.push and ("/" not in asked.push or get_token() is None):
+    if asked.push and ("/" not in asked.push or not get_token()):
         raise ValueError("--push needs user/name and a token: `hf auth login` or set HF_TOKEN")
     trusted = asked.trust_remote_code  # no file that was found can ask for it
     config = Config(model=ModelSettings(name=str(model), trust_remote_code=trusted))
@@ -152,7 +152,7 @@ def check_base(run: Path) -> None:
     """Raises ValueError if the base of a run's adapter has changed since the training."""
     name, revision = base_of(run / "best")
     checkpoint = newest_whole(run / "checkpoints")
-    if checkpoint is None:
+    if not checkpoint:
         raise ValueError(f"{run}: no whole checkpoint says what the adapter was trained on")
     base = Config(model=ModelSettings(name=name, revision=revision, lora=LoraSettings()))
     saved = load_state(checkpoint).config  # of a run in 4 bits from an adapter: its base's hash

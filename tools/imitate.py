@@ -172,9 +172,14 @@ def read_answers(task: Task, config: Config, source: str, log: Log = no_log) -> 
             f"task.name = {config.task.name}: its questions or turns stand in no file, so there is "
             "nothing to imitate"
         )
-    parse = functools.partial(parse_answer, task)
-    # {} is every column
-    form = Task(task.file, {"EXAMPLE_ROW": {}, "parse_row": parse}, task.options)
+    form = Task(
+        task.file,
+        {
+            "EXAMPLE_ROW": {},  # every column
+            "parse_row": functools.partial(parse_answer, task),
+        },
+        task.options,
+    )
     table = load_table(source, log=log)
     try:
         rows = parse_table(table, form, source)

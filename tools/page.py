@@ -140,8 +140,10 @@ def curves(table: Table, panels_of_run: Sequence) -> list[dict]:
 
 def evaluations(table: Table, samples: list[dict], metric: str) -> list[dict]:
     """The evaluations' samples, each with its step's `metric` and interval as the run prints it."""
-    names = [metric, f"{metric}_low", f"{metric}_high"]
-    rates = table.rows.set_index("step").reindex([e["step"] for e in samples], columns=names)
+    rates = table.rows.set_index("step").reindex(
+        [evaluation["step"] for evaluation in samples],
+        columns=[metric, f"{metric}_low", f"{metric}_high"],
+    )
     for evaluation, measured in zip(samples, rates.to_numpy(), strict=True):
         evaluation["score"] = [f"{rate:.3f}" for rate in measured if math.isfinite(rate)]
     return without_nan(samples)

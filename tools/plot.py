@@ -220,8 +220,12 @@ def main() -> None:
     parser.add_argument("--over", choices=["steps", "minutes"], default="steps")
     parser.add_argument("--smooth", type=int, default=5, help="steps in the training curves' mean")
     parser.add_argument("--title", default="", help="what the picture shows, in one sentence")
-    names = [metric for metric, _, _ in (REWARD, *PANELS)]
-    parser.add_argument("--panels", nargs="+", choices=names, help="all without it")
+    parser.add_argument(
+        "--panels",
+        nargs="+",
+        choices=[metric for metric, _, _ in (REWARD, *PANELS)],
+        help="all without it",
+    )
     options = parser.parse_args()
     first = options.paths[0].expanduser()
     out = (options.out or (first if first.is_dir() else first.parent) / "curves").expanduser()

@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, help="under --serve: trust a task of your own")
     options = parser.parse_args()
     folder = options.folder = options.folder.expanduser()
-    out = folder / "report.html" if options.out is None else options.out.expanduser()
+    out = (options.out or folder / "report.html").expanduser()
     with mistakes_cost_one_line():
         if options.serve and not (folder / "metrics.jsonl").is_file():
             print(f"waiting for the run in {folder}; Ctrl-C ends it", flush=True)

@@ -48,10 +48,13 @@ def serve(options: argparse.Namespace) -> None:
     # It imports torch. At the low priority, beside a busy run, the first question waited a minute.
     threading.Thread(target=importlib.import_module, args=["tools.chat"]).start()
     os.nice(10)  # the run that trains comes first
-    address = f"http://127.0.0.1:{server.server_port}"
     taken = f" (port {options.port} is taken)" * (port != options.port)
     with server, suppress(KeyboardInterrupt):
-        print(f"{address}{taken}  for this machine alone, reads only, Ctrl-C ends it", flush=True)
+        print(
+            f"http://127.0.0.1:{server.server_port}{taken}  for this machine alone, reads only, "
+            "Ctrl-C ends it",
+            flush=True,
+        )
         server.serve_forever()
 
 

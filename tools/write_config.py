@@ -10,8 +10,7 @@ from engine.questions.tasks import schema
 
 def write_defaults(file: Path) -> None:
     """Replace all below the header; SystemExit where git does not hold what would be lost."""
-    git = ["git", "-C", str(file.parent), "diff", "--quiet", "--", file.name]
-    if subprocess.run(git).returncode != 0:
+    if subprocess.run(["git", "diff", "--quiet", "--", file.name], cwd=file.parent).returncode:
         raise SystemExit(f"error: {file} is changed: git add it, or restore it, first")
     header, _, _ = file.read_text("utf-8").partition("\n\n")
     file.write_text(f"{header}\n\n{explained(schema('countdown')())}\n", "utf-8")
