@@ -15,8 +15,8 @@ import selectors
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Coroutine
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ class RewardTask(Task):
         parts = [[{} for _ in group] for group in groups]
         for name in self.functions:
             if name in self.awaited:
-                paid = LOOP.run(self.call_together(name, columns, examples))
+                paid = run(self.call_together(name, columns, examples))
             else:
                 paid = [self.call(name, *one) for one in zip(columns, examples, strict=True)]
             for of_question, values, column in zip(parts, paid, columns, strict=True):
@@ -222,7 +222,7 @@ class RewardTask(Task):
     @property
     def num_open(self) -> int:
         """How many tasks the functions have left open in this process."""
-        return sum(len(loop.tasks) for loop in LOOP.loops.values())
+        return sum(len(loop.tasks) for loop in LOOPS.values())
 
     def take_logged(self) -> Sums:
         """(sum, count) of what was logged since the last time."""
@@ -231,61 +231,12 @@ class RewardTask(Task):
         return taken
 
 
-class EventLoop:
-    """One for all of task.reward's async functions in a process, in a thread of its own.
+class JudgeLoop(asyncio.SelectorEventLoop):
+    """Runs all of task.reward's async functions in a process, in a thread of its own.
 
     A user's client belongs to the first loop it meets, and has tasks of its own there: they go on
-    between steps too, such as to answer a server that asks whether the client is still there.
-    """
-
-    def __init__(self) -> None:
-        # By process: a fork's child must leave its parent's alone, whose sockets it shares.
-        self.loops: dict[int, JudgeLoop] = {}
-        atexit.register(self.close)
-
-    def run(self, coroutine: Coroutine) -> Any:
-        """What the coroutine returns; it is cancelled if a signal ends an evaluation.
-
-        Where it waits for a task that has raised, such as a queue's worker, it would wait for ever.
-        """
-        loop = self.loops.get(os.getpid()) or self.start()
-        running = asyncio.run_coroutine_threadsafe(coroutine, loop)
-        waited_s = 0.0
-        try:
-            while not wait([running], timeout=0.2).done:  # seconds
-                leave_if_signalled()
-                waited_s += 0.2
-                if waited_s > LOST_S and loop.failed and loop.selector.waits_for_nothing:
-                    raise RewardError(
-                        f"an async reward waits, perhaps for a task that has failed: {loop.failed}"
-                    )
-            return running.result()
-        except CancelledError as error:
-            raise RewardError("an async reward has cancelled all tasks of its loop") from error
-        finally:
-            running.cancel()  # unless it has ended
-
-    def start(self) -> "JudgeLoop":
-        loop = JudgeLoop()
-        # A Ctrl-C is the run's affair: the processes that the functions start inherit this.
-        loop.call_soon(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
-        threading.Thread(target=run_for_ever, args=(loop,), daemon=True).start()
-        return self.loops.setdefault(os.getpid(), loop)
-
-    def close(self) -> None:
-        """End what is still open in this process's, but wait for no task that heeds no end."""
-        if loop := self.loops.get(os.getpid()):
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(end_others(), loop).result(CLOSE_S)
-
-
-LOOP = EventLoop()
-
-
-class JudgeLoop(asyncio.SelectorEventLoop):
-    """Holds its tasks until they end: asyncio's own may be collected where no variable holds them.
-
-    It knows whether it waits for nothing at all: no timer, socket, pipe, thread or pool.
+    between steps too, such as to answer a server that asks whether the client is still there. Tasks
+    are held until they end: asyncio's own may be collected where no variable holds them.
     """
 
     failed = ""  # the last task that has raised
@@ -293,8 +244,11 @@ class JudgeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.selector = Selector()
         super().__init__(self.selector)
-        self.set_default_executor(DaemonThreads())
         self.tasks: set[asyncio.Task] = set()
+        # A Ctrl-C is the run's affair: the processes that the functions start inherit this.
+        self.call_soon(signal.pthread_sigmask, signal.SIG_BLOCK, {signal.SIGINT})
+        threading.Thread(target=run_for_ever, args=(self,), daemon=True).start()
+        LOOPS[os.getpid()] = self
 
     def create_task(self, *given: Any, **named: Any) -> asyncio.Task:
         task = super().create_task(*given, **named)
@@ -307,16 +261,59 @@ class JudgeLoop(asyncio.SelectorEventLoop):
         if task.get_stack():  # of an exception; to ask for that would silence asyncio's own message
             self.failed = str(task)
 
-    def run_in_executor(self, *call: Any) -> asyncio.Future:
-        """As ever, with a timer until it ends, which shows the selector that it is awaited."""
-        future = super().run_in_executor(*call)
+    def run_in_executor(self, pool: Any, function: Callable, *arguments: Any) -> asyncio.Future:
+        """Without a pool in a thread of its own, for which no exit waits.
+
+        Nothing ends a call that hangs: it would hold one of a pool's few threads for good. A timer
+        shows the selector that something is awaited.
+        """
         timer = self.call_later(FOR_EVER_S, int)
+        call = Future() if pool is None else pool.submit(function, *arguments)
+        if pool is None:
+            given = (call, function, arguments)
+            threading.Thread(target=fulfil, args=given, daemon=True).start()
+        future = asyncio.wrap_future(call, loop=self)
         future.add_done_callback(lambda _: timer.cancel())
         return future
 
 
+# By process: a fork's child must leave its parent's alone, whose sockets it shares.
+LOOPS: dict[int, JudgeLoop] = {}
+
+
+def run(coroutine: Coroutine) -> Any:
+    """What the coroutine returns; it is cancelled if a signal ends an evaluation.
+
+    Where it waits for a task that has raised, such as a queue's worker, it would wait for ever.
+    """
+    loop = LOOPS.get(os.getpid()) or JudgeLoop()
+    running = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    waited_s = 0.0
+    try:
+        while not wait([running], timeout=0.2).done:  # seconds
+            leave_if_signalled()
+            waited_s += 0.2
+            if waited_s > LOST_S and loop.failed and loop.selector.waits_for_nothing:
+                raise RewardError(
+                    f"an async reward waits, perhaps for a task that has failed: {loop.failed}"
+                )
+        return running.result()
+    except CancelledError as error:
+        raise RewardError("an async reward has cancelled all tasks of its loop") from error
+    finally:
+        running.cancel()  # unless it has ended
+
+
+@atexit.register
+def close() -> None:
+    """End what is still open in this process's, but wait for no task that heeds no end."""
+    if loop := LOOPS.get(os.getpid()):
+        with contextlib.suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(end_others(), loop).result(CLOSE_S)
+
+
 class Selector(selectors.DefaultSelector):
-    waits_for_nothing = False
+    waits_for_nothing = False  # no timer, socket or pipe
 
     def select(self, timeout: float | None = None) -> list:
         self.waits_for_nothing = timeout is None and len(self.get_map()) == 1  # the loop's own pipe
@@ -344,23 +341,9 @@ async def end_others() -> None:
         await asyncio.wait(others)
 
 
-class DaemonThreads(ThreadPoolExecutor):
-    """Runs each call of asyncio.to_thread in a thread of its own, for which no exit waits.
-
-    Nothing ends a call that hangs: it would hold one of a pool's few threads for good.
-    """
-
-    def submit(self, function, /, *arguments, **named) -> Future:
-        future = Future()
-        future.set_running_or_notify_cancel()
-        threading.Thread(
-            target=fulfil, args=(future, function, arguments, named), daemon=True
-        ).start()
-        return future
-
-
-def fulfil(future: Future, function: Any, arguments: tuple, named: dict) -> None:
+def fulfil(future: Future, function: Callable, arguments: tuple) -> None:
+    future.set_running_or_notify_cancel()
     try:
-        future.set_result(function(*arguments, **named))
+        future.set_result(function(*arguments))
     except BaseException as error:
         future.set_exception(error)

@@ -40,7 +40,6 @@ from engine.core.user_file import RewardError, import_file
 from engine.questions import reward_functions
 from engine.questions.contract import Task
 from engine.questions.data import check_functions, load_questions, number_columns
-from engine.questions.reward_functions import EventLoop
 from engine.questions.rewards import read_answer, reward_parts, total_reward
 from engine.questions.tables import CsvRow, read_text_file, with_numbers
 from engine.questions.tasks import functions_in, load_task
@@ -273,7 +272,9 @@ async def signalled(completions, **kwargs):
 
 
 @pytest.mark.timeout(60)
-def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(folder):
+def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(
+    folder, monkeypatch
+):
     """Bugs: a lock or client at module level ended the run in its second evaluation.
 
     Then what a call had left open, here a task, was cancelled behind its step.
@@ -287,19 +288,19 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
         assert not any(task.done() for task in module.LEFT)
         assert time.perf_counter() - start < 10
     assert len(module.LOOPS) == 1 and len(module.LEFT) == 4
-    pool = EventLoop()
-    pool.run(asyncio.sleep(0))
+    monkeypatch.setattr(reward_functions, "LOOPS", {})
+    reward_functions.run(asyncio.sleep(0))
     child = os.fork()
     if child == 0:  # with a loop of its own
-        os._exit(pool.run(asyncio.sleep(0, 7)))
+        os._exit(reward_functions.run(asyncio.sleep(0, 7)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-    assert pool.run(asyncio.sleep(0, 8)) == 8
+    assert reward_functions.run(asyncio.sleep(0, 8)) == 8
     world = alone()
     threading.Timer(0.1, world.signals.note, [signal.SIGTERM]).start()
     with pytest.raises(Left), world.left_by_all():  # an evaluation
-        pytest.fail(pool.run(asyncio.sleep(600, "awaited in spite of the signal")))
+        pytest.fail(reward_functions.run(asyncio.sleep(600, "awaited in spite of the signal")))
     deadline = time.monotonic() + 10
-    while asyncio.all_tasks(*pool.loops.values()):  # it is cancelled
+    while asyncio.all_tasks(*reward_functions.LOOPS.values()):  # it is cancelled
         assert time.monotonic() < deadline
 
 
@@ -358,7 +359,7 @@ def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, mon
     assert paid("queued:exits")[0][0] == {"exits": 1.0, "timeout": 0.0}
     assert "has raised SystemExit('no key')" in capsys.readouterr().out
     monkeypatch.setattr(reward_functions, "CLOSE_S", 0.5)
-    reward_functions.LOOP.close()  # as at the end of the process
+    reward_functions.close()  # as at the end of the process
     assert [task.done() for task in module.OWN[:3]] == [True, True, False]
     with pytest.raises(RewardError, match="has cancelled all tasks"):
         paid("queued:cancels_all")
@@ -416,7 +417,7 @@ def test_a_run_ends_where_nothing_can_bring_what_its_judge_awaits(folder, monkey
     """Bugs: a worker that nothing held hung the run for good once it had raised, or was collected
     before. And a task that had failed, and mattered to nobody, ended a run whose call was slow."""
     monkeypatch.setattr(reward_functions, "LOST_S", 0.4)
-    monkeypatch.setattr(reward_functions, "LOOP", EventLoop())
+    monkeypatch.setattr(reward_functions, "LOOPS", {})
     (folder / "loses.py").write_text(LOSES)
     assert paid("loses:collected")[0][0] == {"collected": 1.0, "timeout": 0.0}
     for name in ("unheld", "held"):
