@@ -14,6 +14,7 @@ import argparse
 import functools
 import importlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +84,8 @@ def attack(
         counts = [n // len(trick) for n in (5_000, 20_000)] if trick in LONG else [1]
         texts = [form.format(trick.replace("GOLD", gold) * count) for count in counts]
         try:
-            seen = worker.ask(*texts, deadline=worker.clock() + 2.0)
+            crowd = os.getloadavg()[0] / os.cpu_count()  # a busy machine makes no grader hang
+            seen = worker.ask(*texts, deadline=worker.clock() + 2.0 * max(1.0, crowd))
         except WorkerLost as lost:
             seen = ["hung" if isinstance(lost.__cause__, TimeoutError) else "raised"]
         except OutOfPatience:

@@ -1,11 +1,13 @@
 """The tool that tries known tricks on a grader."""
 
+import re
 import sys
 
 import pytest
 from harness import ROOT
 
 from engine.questions.tasks import built_in_tasks
+from tasks import grader_worker
 from tools import attack as tool
 from tools.attack import SLOW, attack, load
 
@@ -44,6 +46,19 @@ def test_each_kind_is_found_in_a_naive_grader(tmp_path, call, monkeypatch, pytho
     monkeypatch.setattr(tool, "attack", lambda *_: found)
     status, output, _ = call(tool, "naive:grade")
     assert status == 1 and "\nraised       " in output and "such as '<answer></answer>'" in output
+
+
+def test_a_grader_that_always_hangs_has_its_table_too(tmp_path, call, monkeypatch, python):
+    """Bug: once two minutes were lost in waiting, as on a busy machine, this was a traceback."""
+    (tmp_path / "hangs.py").write_text("import time\ndef grade(*texts): time.sleep(60)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(grader_worker, "MAX_LOST_S", 1.0)
+    status, output, line = call(tool, "hangs:grade")
+    assert status == 1 and re.search("\nhung +1, such as", output)
+    assert line.startswith("waited ") and line.count("\n") == 1
 
 
 def test_a_row_without_a_prompt_is_one_line(tmp_path, call, monkeypatch):
