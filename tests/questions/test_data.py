@@ -337,11 +337,17 @@ SYSTEMS = {"keeps": "", "refuses": REFUSES, "drops": DROPS, "adds": ADDS, "joins
 
 
 @every_task
+@pytest.mark.parametrize("is_worded", [False, True])
 @pytest.mark.parametrize("words", [None, "Be brief.", "2", "ke"])
-def test_a_system_prompts_words_stand_once_and_in_their_turn(name, words, templated):
+def test_a_system_prompts_words_and_the_users_stand_once_and_in_their_turn(
+    name, words, is_worded, templated
+):
     """Bug: words that stand in the question too were taken for kept, and left out."""
-    task, row = make_task(name, system_prompt=words), ROWS[name][2]
+    row, key = ROWS[name][2], next(iter(ROWS[name][2]))
+    asks, asked = (f"{k} #### \\boxed{{}}" for k in (f"{{{key}}}", row[key]))
+    task = make_task(name, system_prompt=words, prompt=asks if is_worded else None)
     if isinstance(posed := make_task(name).pose(row), str):
+        posed = asked if is_worded else posed
         assert render_prompt(task.pose(row), templated) == "\n\n".join([words, posed][not words :])
         return
     *told, user, last = [None, *posed]
@@ -350,7 +356,8 @@ def test_a_system_prompts_words_stand_once_and_in_their_turn(name, words, templa
     system = words or (told[-1]["content"] if told[-1] else None)
     for does, template in SYSTEMS.items():
         templated.chat_template = template + CHAT_TEMPLATE
-        text, apart = user["content"].strip(), does in ("keeps", "adds")
+        text = asked if is_worded else user["content"].strip()
+        apart = does in ("keeps", "adds")
         heads = {None: "<system>Help.</system>\n" * (does == "adds")}
         head = heads.get(system, f"<system>{system}</system>\n" if apart else "")
         text = text if apart or system is None else f"{system}\n\n{text}"

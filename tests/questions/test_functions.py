@@ -30,6 +30,7 @@ from harness import (
     make_config,
     make_task,
     read_rows,
+    table,
 )
 
 import main
@@ -50,23 +51,7 @@ from engine.update.user_algorithm import own_advantages
 from tasks import gsm8k, math500
 from tools import attack, chat, imitate
 
-REWARDS = """
-import numpy as np
-
-def answer(completions, answer, **kwargs):
-    return [float(text.strip() == right) for text, right in zip(completions, answer)]
-
-def short(prompts, completions, completion_ids, trainer_state=None, **kwargs):
-    longest = max(len(ids) for ids in completion_ids)
-    return [1 - len(ids) / longest for ids in completion_ids]
-
-def see(**kwargs):
-    print(sorted(kwargs), kwargs["prompts"], kwargs["completions"])
-    return np.array([1] * len(kwargs["prompts"]))
-
-def long(completion_ids, max_completion_length, **kwargs):
-    return [len(ids) / max_completion_length for ids in completion_ids]
-"""
+USERS = table("questions/users.yaml")
 KINDS = [{"prompt": "1?", "kind": "math"}, {"prompt": "late?", "kind": "code"}]
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
 
@@ -74,7 +59,7 @@ ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
     """Where main.py is started: my_rewards.py and rows.jsonl."""
-    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "my_rewards.py").write_text(USERS["rewards"])
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -122,6 +107,7 @@ DRAWN = Completion([1, 2], ZEROS, ZEROS, False, ZEROS > 0)
 def test_solved_is_the_answer_else_the_first_function():
     for parts, solved in (
         ({"short": 1.0}, True),
+        ({"short": 2.0}, True),
         ({"short": 0.9}, False),
         ({"short": 1.0, "answer": 0.0}, False),
         ({"first": None, "second": 1.0}, True),
@@ -185,25 +171,6 @@ FORMS = {
     "async object": OBJECT.format("async ", "columns, await nap()"),
     "partial": "def f(one, **columns): return pay(columns)\nown = functools.partial(f, 1)",
 }
-SIBLINGS = """
-import asyncio, functools
-CALLS, nap = [], lambda: asyncio.sleep(0.01)
-
-async def other(kind, log_metric, **_):
-    log_metric("other", 1.0)
-    return [0.25 if k == "math" else None for k in kind]
-
-def pay(columns, *_):
-    num = len(columns["completions"])
-    CALLS.append((columns["prompts"][0], [*columns["rewards"]]))
-    columns["log_metric"]("own", num)
-    for spoilt in [column for column in columns.values() if hasattr(column, "clear")]:
-        spoilt.clear()
-    return [0.5] * num
-
-def fail(*_):
-    1 / 0
-"""
 
 
 # Of the first question and of the second, to which `other` does not apply
@@ -215,7 +182,8 @@ WORTH = {"own": 1.0, "other": 2.0, "long": 4.0, "timeout": 0.0}
 @pytest.mark.parametrize("form", FORMS)
 def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names):
     """With copies, in order, once a question; late only where it can be left; its line is told."""
-    (folder / "siblings.py").write_text(SIBLINGS + FORMS[form])
+    siblings = USERS["siblings"]
+    (folder / "siblings.py").write_text(siblings + FORMS[form])
     import_file.cache_clear()
     reward, order = f"[siblings:{names}, my_rewards:long]", re.findall(r"\w+", names)
     task, module = make_task(reward, reward_timeout=5), import_file(folder / "siblings.py")
@@ -234,9 +202,9 @@ def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names)
     earlier = order[: order.index("own")]
     assert [(question["prompt"], earlier) for question in KINDS] == module.CALLS
     assert task.take_logged() == {name: {"own": (4, 2), "other": (2, 2)}[name] for name in order}
-    start = SIBLINGS.count("\n") + 1 + 2 * ("class" in FORMS[form])
+    start = siblings.count("\n") + 1 + 2 * ("class" in FORMS[form])
     for pay, said in (
-        (module.fail, f"line {SIBLINGS.count(chr(10))}: own raised ZeroDivisionError: .*1\\?"),
+        (module.fail, f"line {siblings.count(chr(10))}: own raised ZeroDivisionError: .*1\\?"),
         (lambda *_: [float("nan")] * 2, f"line {start}: own must return a list of 2 .*1\\?"),
     ):
         module.pay = pay
@@ -248,29 +216,6 @@ def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names)
     assert all(row.items() >= expected.items() for group in paid(task) for row in group)
 
 
-JUDGES = """
-import asyncio, os, pathlib, signal, threading, time
-LOCK, LOOPS, LEFT, HUNG = asyncio.Lock(), set(), [], threading.Event()
-
-async def client(completions, **kwargs):
-    async with LOCK:  # which others wait for: it belongs to a loop from then on
-        await asyncio.sleep(0.001)
-    LOOPS.add(asyncio.get_running_loop())
-    LEFT.append(asyncio.create_task(asyncio.sleep(60)))
-    return [float(len(text) % 2) for text in completions]
-
-async def hangs(completions, **kwargs):
-    await asyncio.to_thread(HUNG.wait)  # which nothing sets
-
-async def signalled(completions, **kwargs):
-    pathlib.Path("calls").open("a").write(".")
-    if pathlib.Path("calls").stat().st_size == 20:  # 1 to try it, 4 to evaluate, 8 a step
-        os.kill(os.getpid(), signal.SIGTERM)
-    await asyncio.sleep(0.05)
-    return [1.0] * len(completions)
-"""
-
-
 @pytest.mark.timeout(60)
 def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(
     folder, monkeypatch
@@ -279,7 +224,7 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
 
     Then what a call had left open, here a task, was cancelled behind its step.
     """
-    (folder / "judges.py").write_text(JUDGES)
+    (folder / "judges.py").write_text(USERS["judges"])
     module = import_file(folder / "judges.py")
     for _ in range(2):
         start = time.perf_counter()
@@ -304,50 +249,10 @@ def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_no
         assert time.monotonic() < deadline
 
 
-QUEUED = """
-import asyncio, contextlib, sys
-QUEUE, OWN, BEATS = asyncio.Queue(), [], []
-
-async def work():
-    while True:
-        text, answer = await QUEUE.get()
-        answer.set_result(float("yes" in text))
-
-async def beat():
-    while True:
-        BEATS.append(await asyncio.sleep(0.001))
-
-async def heed_no_end():
-    while True:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(60)
-
-async def judge(completions, **kwargs):
-    if not OWN:
-        OWN.extend(map(asyncio.create_task, (work(), beat(), heed_no_end())))
-    answers = [asyncio.Future() for _ in completions]
-    for one in zip(completions, answers):
-        QUEUE.put_nowait(one)
-    return await asyncio.gather(*answers)
-
-async def cancelled(completions, **kwargs):
-    task = asyncio.create_task(asyncio.sleep(60))
-    task.cancel()
-    await task
-
-async def exits(completions, **kwargs):
-    asyncio.get_running_loop().call_soon(sys.exit, "no key")
-    return await asyncio.sleep(0.1, [1.0] * len(completions))
-
-async def cancels_all(completions, **kwargs):
-    await asyncio.sleep(sum(task.cancel() for task in asyncio.all_tasks()))
-"""
-
-
 @pytest.mark.timeout(60)
 def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, monkeypatch, capsys):
     """Bugs: a queue's worker was cancelled behind the first step, and then where one exited."""
-    (folder / "queued.py").write_text(QUEUED)
+    (folder / "queued.py").write_text(USERS["queued"])
     module = import_file(folder / "queued.py")
     for _ in range(2):
         assert [row["judge"] for row in paid("queued:judge")[0]] == [1.0, 0.0]
@@ -433,7 +338,7 @@ def test_a_run_ends_where_nothing_can_bring_what_its_judge_awaits(folder, monkey
 @pytest.mark.timeout(180)
 def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_folder, python):
     """At the end nothing waits for the threads that hang."""
-    (folder / "judges.py").write_text(JUDGES)
+    (folder / "judges.py").write_text(USERS["judges"])
     given = ["task.reward=judges:[client, hangs, signalled]", f"task.train={folder}/rows.jsonl"]
     sizes = ["training.num_samples_per_step=8", "validation.num_examples=4", "validation.every=1"]
     given = arguments(folder, rotary_model_folder, *given, *sizes, "task.reward_timeout=0.1")
@@ -555,28 +460,9 @@ def test_a_reward_for_length_gets_the_limit_of_an_evaluation_there(folder, rotar
     assert attack.load("lengths:soft_overlong", "rows.jsonl", [])[0]("x") == 0.0
 
 
-WRITTEN = """
-import functools, os
-os.chdir("/")
-
-def scaled(completions, scale=1.0, **kwargs):
-    os.chdir("/")
-    return [scale] * len(completions)
-
-def timed(function):
-    def wrapper(*args, **kwargs):
-        return function(*args, **kwargs)
-    return wrapper
-
-half, one, two = functools.partial(scaled, scale=0.5), timed(scaled), timed(scaled)
-
-def timeout(completions, **kwargs): ...
-"""
-
-
 def test_functions_are_named_as_they_are_written_and_leave_the_run_where_it_is(folder):
     """Bug: partial and objects have no __name__, two of one decorator the same; chdir moved all."""
-    (folder / "written.py").write_text(WRITTEN)
+    (folder / "written.py").write_text(USERS["written"])
     (row, _), _ = paid("written:[half, one, two]")
     assert row == {"half": 0.5, "one": 1.0, "two": 1.0} and Path.cwd() == folder
     with pytest.raises(RewardError, match=r"written\.py, line 10: two must return a tensor"):

@@ -124,6 +124,10 @@ def test_wandb_keeps_whether_the_last_evaluation_was_sent(tmp_path, monkeypatch)
         before.start("abc", tmp_path, about)
         before.send_metrics(*sent, {"train/loss": 0.5})
         assert after.start("abc", tmp_path, about)[0] == "abc" and after.last_sent == sent
+        after.package = mock.Mock()
+        for status in ("FINISHED", "FAILED", "KILLED"):
+            after.finish(status)
+            assert run.finish.call_args.kwargs == {"exit_code": int(status != "FINISHED")}
     given, names = init.call_args.kwargs, ("project", "name", "notes", "config", "id", "resume")
     assert [given[name] for name in names] == [*NAMES.values(), PARAMS, "abc", "allow"]
     settings = given["settings"]

@@ -24,16 +24,19 @@ from engine.core.measures import reduce_means
 from engine.core.types import Groups, Trajectory
 from engine.report.boards import BOARDS, Board
 from engine.report.metrics import mean_rewards, rollout_metrics
-from engine.report.pass_at_k import confidence_interval
+from engine.report.pass_at_k import solve_rates
 from logger import Logger
 
 
 def test_the_interval_is_wilsons_or_where_rates_are_shares_the_bootstraps():
-    for rates, interval in ((8 * [1.0] + 2 * [0.0], (0.4902, 0.9433)), (10 * [0.0], (0.0, 0.2775))):
-        found = confidence_interval(np.array(rates), is_binary=True)
-        assert found == pytest.approx(interval, abs=1e-4)  # Wilson's tables
-    found = confidence_interval(np.array([0.0, 1.0] * 50), is_binary=False)
-    assert found == pytest.approx((0.402, 0.598), abs=0.011)  # 0.5 +- 1.96 * 0.5 / sqrt(100)
+    for solved, interval, slack in (
+        (8 * [[1.0]] + 2 * [[0.0]], (0.4902, 0.9433), 1e-4),  # Wilson's tables
+        (10 * [[0.0]], (0.0, 0.2775), 1e-4),
+        ([[0.0] * 2, [1.0] * 2] * 50, (0.402, 0.598), 0.011),  # 0.5 +- 1.96 * 0.5 / sqrt(100)
+    ):
+        rates = solve_rates(np.array(solved), [1])
+        found = [rates[f"eval/pass@1_{end}"] for end in ("low", "high")]
+        assert found == pytest.approx(interval, abs=slack)
 
 
 def test_a_parts_mean_is_over_what_it_applies_to():
@@ -86,12 +89,12 @@ class Environment:
 """
 WEIGHTS, RATE, HEAT = {"answer": 1.0, "said": 0.25, "timeout": 0.0}, 2e-3, 0.8
 SETTINGS = "logging.mlflow=true task.name=game task.reward_weights.said=0.25 training.num_steps=2 "
-SETTINGS += f"training.max_new_gen_tokens=60 training.learning_rate={RATE} "
+SETTINGS += f"training.max_new_gen_tokens=30 training.learning_rate={RATE} "
 SETTINGS += "training.warmup_steps=3 training.max_grad_norm=0.001 validation.num_examples=12 "
 SETTINGS += "validation.best_of_n=3 validation.pass_k=[1,2] logging.samples=5 "
 SETTINGS += "training.loss_normalization=token logging.experiment=shown "
 SETTINGS += f"sampling.temperature={HEAT} validation.temperature=1.25 "
-SETTINGS += "validation.max_new_gen_tokens=40"
+SETTINGS += "validation.max_new_gen_tokens=40 logging.completions_every=1"
 WATCHED = ["engine.questions.data.QuestionStream.take", "main.make_prompts"]
 WATCHED += ["engine.run.log.describe_step", "engine.questions.environment.Conversation.ask"]
 WATCHED += ["logger.Logger.print_step"]
@@ -150,7 +153,7 @@ def by_plain_pass(model: torch.nn.Module, groups: Groups) -> dict[str, float]:
     """What an update finds of these rows, each of which goes through the model alone."""
     loss, gaps, entropies = 0.0, [], []
     for group in groups:
-        mean, is_equal = np.mean([t.reward for t in group]), len({t.reward for t in group}) == 1
+        mean = np.mean([t.reward for t in group])
         for t in group:
             ids, start = torch.tensor(t.prompt_ids + t.completion.token_ids), len(t.prompt_ids)
             logits = model(input_ids=ids[None]).logits[0, start - 1 : -1] / HEAT
@@ -160,7 +163,7 @@ def by_plain_pass(model: torch.nn.Module, groups: Groups) -> dict[str, float]:
             chosen = log_probs.gather(1, ids[start:, None])[drawn, 0]
             loss = loss - (t.reward - mean) * chosen.sum()
             gap = (chosen.detach() - torch.tensor(t.completion.log_probs)[drawn]).abs()
-            gaps += [] if is_equal else [gap]
+            gaps += [gap] * bool(t.reward != mean)
     loss = loss / len(torch.cat(entropies))  # all tokens that were drawn
     gradients = torch.autograd.grad(loss, [*model.parameters()])
     return {
@@ -275,7 +278,8 @@ def test_each_number_that_a_run_shows_is_derived_a_second_time(
         assert run_main(*arguments(Path(), Path("model"), *SETTINGS.split())) == 0
     named = (about["experiment"], about["run_name"], about["params"]["training.learning_rate"])
     assert named == ("shown", "x", RATE) and about["description"].startswith("- run.name: x")
-    rows, samples = (read_jsonl(Path(f"x/{name}.jsonl")) for name in ("metrics", "samples"))
+    names = ("metrics", "samples", "completions")
+    rows, samples, completions = (read_jsonl(Path(f"x/{name}.jsonl")) for name in names)
     steps = [0, 1, 2, 2]  # the first and the last are evaluations
     seconds = [derive(*of, tokenizer) for of in zip(moments[:4], steps, strict=True)]
     assert [row["step"] for row in rows] == steps and sent == rows
@@ -283,10 +287,14 @@ def test_each_number_that_a_run_shows_is_derived_a_second_time(
         assert row.keys() == second.keys() | {"step"}
         pairs = {name: (row[name], second[name]) for name in second}
         assert [pair for pair in pairs.items() if not is_near(*pair[1])] == []
-    groups = [g for m in (moments[0], moments[3]) for g in m["compute_rewards"][0].result[:5]]
-    for name, own in (("tokens", "completion_tokens"), ("reward", "reward")):
-        found = [of_completion(group[0], tokenizer)[own] for group in groups]
-        assert [sample[name] for sample in samples] == pytest.approx(found)
+    first, *steps, last = (moment["compute_rewards"][0].result for moment in moments[:4])
+    kept = [group[0] for groups in (first, last) for group in groups[:5]]
+    trained = [t for groups in steps for t in itertools.chain(*groups)]
+    shown = {"tokens": "completion_tokens", "reward": "reward", "truncated": "truncated_frac"}
+    for name, own in shown.items():
+        for found, of in ((samples, kept), (completions, trained)):
+            second = [of_completion(t, tokenizer)[own] for t in of]
+            assert [row[name] for row in found] == pytest.approx(second)
         assert [value for table in tables for value in table[name]] == [s[name] for s in samples]
     sources = [ROOT / "main.py", ROOT / "logger.py", *ROOT.glob("engine/**/*.py")]
     code, derived = "".join(path.read_text() for path in sources), {*seconds[0], *seconds[1]}

@@ -39,13 +39,16 @@ def share(target, text):
 def reward_function(completion, example, *, options, num_tokens):
     part = share(example["target"], completion)
     assert {*re.findall("on ([0-9]+)", completion)} <= {str(example["target"])}  # replies: its own
-    return {"format": part, "answer": float(part < 0.5)}
+    return {"format": part, "answer": worth(part)}
+
+def worth(part):
+    return 2.0 if part < 0.5 else 0.5
 
 def format(completions, target, **kwargs):
     return [share(*one) for one in zip(target, completions)]
 
 def answer(completions, target, **kwargs):
-    return [float(share(*one) < 0.5) for one in zip(target, completions)]
+    return [worth(share(*one)) for one in zip(target, completions)]
 """
 GAME = """
 REWARD_PARTS = ("format", "answer")
@@ -183,6 +186,7 @@ def test_each_line_bar_and_score_is_derived_a_second_time(start, monkeypatch, ca
     settings = {line for line in lines if "(default " in line or "look at it" in line}
     assert lines - settings == first_lines(run, calls[0])
     assert numbered(shown) == transcript(run)
+    assert '"partly"' not in (run.folder / "remarks.jsonl").read_text()  # all is paid 2 or 0.5
     (ask,) = re.findall(r"ask it: .* -m tools.chat (.*)", outputs[0].getvalue())
     asked = chat.chat_config(chat.read_arguments(ask.split()))
     assert (asked.task, asked.model.name) == (run.config.task, "x/best")
@@ -221,6 +225,7 @@ def completions(samples: list[dict], start: Sequence[dict] = (), *, is_first: bo
     for number, row in (changed or numbered)[:3]:
         parts = row["reward_parts"]
         assert row["reward"] == 0.25 * parts["format"] + parts["answer"]
+        assert row["solved"] == (parts["answer"] >= 1)
         said = f"(format {parts['format']:.2f}  answer {parts['answer']:.2f})"
         said = f"reward {row['reward']:.2f}  {said}  {row['tokens']} tokens"
         lines += [f"  completion {number}  {said}"]
