@@ -98,9 +98,8 @@ def build_run(config: Config) -> Run:
     config = settle_config(config, world, device_lines, logger)  # fills in what it leaves open
     task = load_task(config.task)
     # policy.model is an AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32.
-    # It computes in bf16 on a GPU that has it, otherwise in float16; in fp32 on most CPUs.
-    # policy.sampler is a copy in 16 bits, refreshed after each update; in fp32, or with LoRA, it is
-    # the model itself.
+    # It computes in bf16 or float16 on a GPU, in fp32 on most CPUs. policy.sampler is the model
+    # itself in fp32 and with LoRA; else a copy in 16 bits, refreshed after each update.
     policy = load_policy(config, world, logger.info)
     logger.info(f"a completion ends at {policy.end_tokens}")
     validation, stream = load_questions(
@@ -139,12 +138,12 @@ def run_training(run: Run) -> int:
     config = run.config
     world = run.world
     state = run.state
-    questions_per_step = config.questions_per_step(world.size)  # num_samples_per_step is a rank's
+    questions_per_step = config.questions_per_step(world.size)  # of all ranks
     per_rank = questions_per_step // world.size
     world.signals.start()  # Ctrl-C or SIGTERM: finish the step, save, leave; a second: at once
     while True:
         if run.is_evaluation_due:  # first, last, each validation.every; not twice, nor if signalled
-            with run.left_at_signal():  # nothing of it is kept then
+            with run.left_at_signal():  # `stop_signal` is then set, and nothing of it is kept
                 evaluate(run)
         if run.is_checkpoint_due:  # each checkpoint.every steps, at the end, and after a signal
             save_checkpoint(run)
@@ -153,6 +152,7 @@ def run_training(run: Run) -> int:
         run.check_skipped_steps()  # FloatingPointError after too many in a row were not finite
         clock = Clock()
         with clock("step"):
+            # A position counts the questions since the run's start: it is new in each epoch.
             taken, next_position = run.stream.take(state.position, questions_per_step)
             mine = taken[world.rank * per_rank :][:per_rank]  # this rank's (position, question)
             questions = [question for _, question in mine]
@@ -208,10 +208,11 @@ def generate(
 ) -> list[Completion]:
     """A group of completions of each prompt, in one list, by any model; `streamer` gets tokens."""
     prompt_ids, prompt_mask = left_pad(prompts, params.pad_id, model.device)  # (N, P)
-    # All backends draw in engine/sampling/draw.py: from softmax(logits / temperature), cut by top_p
-    # and top_k, the first token whose cumulative probability exceeds a uniform number of its own,
-    # by the question's seed; at temperature 0 the likeliest. DrawingProcessor sets other logits to
-    # -inf, so transformers' own draw has no choice; after it, `seeded` restores torch's generator.
+    # All backends draw in engine/sampling/draw.py: a question's seed gives each token of each of
+    # its completions a uniform number, and drawn is the first token whose cumulative probability
+    # exceeds it, in softmax(logits / temperature), cut by top_p and top_k; at temperature 0 the
+    # likeliest. DrawingProcessor sets the others' logits to -inf: transformers' own draw has no
+    # choice. `seeded` restores torch's generator behind it.
     drawing = DrawingProcessor(seeds, params, model.device)
     with seeded(seeds, model.device):
         model.generate(
@@ -238,7 +239,7 @@ def get_generation_config(params: SamplingParams) -> GenerationConfig:
         max_new_tokens=params.max_new_tokens,
         top_k=0,  # all tokens: draw.py has drawn
         num_return_sequences=params.group_size,
-        # An environment may reply after an end token: with [] none ends a row, and draw.py decides.
+        # An environment may reply after an end token: then the stopping criteria alone end a row.
         eos_token_id=[] if params.conversations else list(params.eos_ids),
         pad_token_id=params.pad_id,
     )
@@ -332,7 +333,7 @@ def update_policy(run: Run, groups: Groups) -> Update:
         from engine.update.shards import equal_passes
 
         micro_batches = equal_passes(micro_batches, run.world)  # some have weight 0
-    update = Update(Outcome.NOTHING_TO_TRAIN_ON, micro_batches)
+    update = Update(Outcome.NOTHING_TO_TRAIN_ON, micro_batches)  # until one is known
     metric_sums = {}
     scaler = policy.grad_scaler  # for float16; otherwise it does nothing
     policy.model.train()  # the sampler calls eval()
@@ -341,7 +342,7 @@ def update_policy(run: Run, groups: Groups) -> Update:
         scaler.unscale_(optimizer)
         norm = nn.utils.clip_grad_norm_(policy.model.parameters(), training.max_grad_norm).item()
         update.metrics |= {"train/loss": loss, "train/grad_norm": norm}
-        outcome = Outcome.of(loss, norm, scaler, training)  # finite, and not 0?
+        outcome = Outcome.of(loss, norm, scaler, training)  # UPDATED: both finite, and norm not 0
         if outcome is Outcome.UPDATED:
             scaler.step(optimizer)
             update.moved_weights = True  # and stays so if a later iteration is broken
@@ -360,8 +361,8 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """What this rank trains on; empty only if no rank has anything to train on.
 
-    The denominators: `num_rows` counts `batch` (a skipped row has loss 0), `num_tokens` the sampled
-    tokens of `kept`. Passes are made of `trained`: by default rows of advantage 0 have no gradient.
+    The denominators: `num_rows` counts `batch`, `num_tokens` the sampled tokens of `kept`. Passes
+    are made of `trained`: rows of advantage 0 have no gradient (but by a KL penalty).
     """
     batch = [t for group in groups for t in group if t.in_batch]
     kept = [t for t in batch if not (training.skip_truncated and t.completion.truncated)]
@@ -434,8 +435,8 @@ def accumulate_gradients(
 ) -> float:
     """Add up the gradient of the whole batch's loss on every rank; returns that loss.
 
-    DDP averages gradients over the ranks, and ours must add up: hence `world.size`. DDP does so in
-    the last micro-batch alone (`no_sync`), since ranks may have unequally many; shards do in each.
+    DDP and shards average gradients over the ranks, and ours must add up: hence `world.size`. DDP
+    does so in the last micro-batch alone (`no_sync`): ranks may have unequally many.
     """
     policy = run.policy
     world = run.world
@@ -490,10 +491,10 @@ class CompletionScorer(nn.Module):
         top_p or top_k cut it, which is warned of). Rows are padded on the right, which causal
         attention never sees: no mask is needed.
         """
-        # Logits at column c predict the token at c + 1. columns: each whose next one a row scores.
+        # Logits at column c predict the token at c + 1. columns: those c where any row scores it.
         columns = mask[:, 1:].any(dim=0).nonzero()[:, 0]  # (K,)
         token_ids = input_ids[:, columns + 1]  # (B, K)
-        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # keeps no copies
+        with autocast(input_ids.device, self.compute_dtype, cache_casts=False):  # of weights
             output = self.model(input_ids=input_ids, use_cache=False, logits_to_keep=columns)
         log_probs = token_log_probs(output.logits, token_ids, temperature=temperature)
         log_probs = log_probs.masked_fill(~mask[:, columns + 1], 0.0)  # (B, K)
@@ -519,7 +520,7 @@ def evaluate(run: Run) -> None:
     score = metrics[run.config.best_metric]  # higher is better
     state.remember_score(score)  # for the summary
     is_best = state.best is None or score > state.best
-    # Not where logits are not finite, nor where rank 0 cannot write it: all ranks know both.
+    # It is kept where all logits are finite and rank 0 can write it: all ranks know both.
     if run.count_broken(groups) == 0 and is_best and save_best(run, metrics):
         state.best = score
         state.best_step = state.step
