@@ -39,7 +39,7 @@ def test_a_wrong_function_fails_where_it_is_wrong(tmp_path, cut, capfd, monkeypa
     fill(tmp_path, cut, (right, wrong))
     assert not written.check(tmp_path, number)
     situation, _, _ = capfd.readouterr().out.partition("given")
-    assert "wrong" in situation and where in situation
+    assert situation.startswith(f"{number}. ") and where in situation
 
 
 @pytest.mark.slow
