@@ -270,60 +270,13 @@ def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, mon
         paid("queued:cancels_all")
 
 
-LOSES = """
-import asyncio, concurrent.futures, gc, sys, time, weakref
-QUEUE, OWN, GATES, POOL = asyncio.Queue(), [], [], concurrent.futures.ThreadPoolExecutor()
-
-async def work():
-    while True:
-        (await QUEUE.get()).set_result(sys.no_such_key)
-
-async def unheld(**kwargs):
-    asyncio.create_task(work())
-    QUEUE.put_nowait(answer := asyncio.Future())
-    return await answer
-
-async def held(**kwargs):
-    OWN.append(asyncio.create_task(work()))
-    await asyncio.sleep(0)
-    return await unheld()
-
-async def pass_gate(answer):
-    GATES.append(weakref.ref(gate := asyncio.Future()))
-    answer.set_result(await gate)
-
-async def collected(**kwargs):
-    asyncio.create_task(pass_gate(answer := asyncio.Future()))
-    await asyncio.sleep(0)
-    gc.collect()
-    GATES.pop()().set_result([1.0] * 2)
-    return await answer
-
-async def slow(kind, **kwargs):
-    asyncio.create_task(work())
-    QUEUE.put_nowait(None)
-    await asyncio.sleep(0)
-    if kind[0] == "timer":
-        await asyncio.sleep(1)
-    elif kind[0] == "thread":
-        await asyncio.to_thread(time.sleep, 1)
-    elif kind[0] == "pool":
-        await asyncio.get_running_loop().run_in_executor(POOL, time.sleep, 1)
-    elif kind[0] == "pipe":
-        await (await asyncio.create_subprocess_exec("sleep", "1", stdout=-1)).communicate()
-    else:
-        time.sleep(1)
-    return [1.0] * 2
-"""
-
-
 @pytest.mark.timeout(60)
 def test_a_run_ends_where_nothing_can_bring_what_its_judge_awaits(folder, monkeypatch, capfd):
     """Bugs: a worker that nothing held hung the run for good once it had raised, or was collected
     before. And a task that had failed, and mattered to nobody, ended a run whose call was slow."""
     monkeypatch.setattr(reward_functions, "LOST_S", 0.4)
     monkeypatch.setattr(reward_functions, "LOOPS", {})
-    (folder / "loses.py").write_text(LOSES)
+    (folder / "loses.py").write_text(USERS["loses"])
     assert paid("loses:collected")[0][0] == {"collected": 1.0, "timeout": 0.0}
     for name in ("unheld", "held"):
         with pytest.raises(

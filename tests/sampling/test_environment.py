@@ -300,57 +300,6 @@ def test_a_reply_holds_no_special_token(folder):
     assert Turns(tokenizer, run.task).clean("a\uff1c|stop|\uff1eb") == "ab"
 
 
-SPOILING = """
-import random
-
-ASKED, PAID = [], []
-
-def spoil(value):
-    for inner in value.values() if isinstance(value, dict) else value:
-        if isinstance(inner, dict | list):
-            spoil(inner)
-    value.clear()
-
-def generate_prompt(example, *, options):
-    messages = example.pop("prompt")
-    spoil(example)
-    return messages
-
-def reward_function(completion, example, *, options, num_tokens):
-    spoil(example)
-    return {}  # the environment pays
-
-def extract_answer(completion, example, *, options):
-    spoil(example)
-
-def is_lenient_solved(completion, example, *, options):
-    spoil(example)
-    return False
-
-class Environment:
-    def reset(self, **example):
-        spoil(example)
-        self.said = []
-        ASKED.append(self)
-
-    def respond(self, message):
-        self.said.append(message)
-        return "Again." if len(self.said) < 2 else None
-
-    def get_reward(self):
-        self.said.append(None)
-        PAID.append(random.random())
-        return PAID[-1]
-
-def pay(completions, log_metric, **columns):
-    num = len(completions)
-    spoil(columns | {"completions": completions})
-    PAID.append(random.random())
-    log_metric("reported", PAID[-1])
-    return [PAID[-1]] * num
-"""
-
-
 @pytest.mark.parametrize("given", ["task.name=spoiling", "task.reward=spoiling:pay"])
 def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, given):
     """Whatever a task does to all it gets, in runs, evaluations, and where memory runs out.
@@ -358,7 +307,7 @@ def test_what_is_given_away_is_a_copy_and_is_asked_for_once(folder, tmp_path, gi
     Each row of metrics is of what was paid since the row before it: per completion by an
     environment, per question by a function.
     """
-    Path("spoiling.py").write_text(SPOILING)
+    Path("spoiling.py").write_text(harness.table("questions/users.yaml")["spoiling"])
     asked = [[{"role": "user", "content": f"Use the tool. {n}"}] for n in range(60)]
     rows = [{"n": n, "nested": [[n], {"a": [n]}], "prompt": asked[n]} for n in range(60)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
