@@ -278,11 +278,9 @@ def are_others(task: Task, questions: Questions, known: Iterable[dict]) -> list[
     Equal questions may stand in two files with other columns beside them, such as an id.
     """
     names = {name for row in known for name in (task.key_of(row), task.asked(row))}
-    # Where nothing is held out nothing need be asked.
-    return [
-        not names or (task.key_of(row) not in names and task.asked(row) not in names)
-        for row in questions
-    ]
+    if not names:  # nothing is held out
+        return [True] * len(questions)
+    return [task.key_of(row) not in names and task.asked(row) not in names for row in questions]
 
 
 def load_table(

@@ -6,14 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from engine.core.config import TaskSettings
-from engine.core.types import Parts, Questions
 from engine.core.user_file import RewardError, line_of, naming_mistakes
 from engine.questions.contract import Task, is_reward
 
 
 def reward_parts(
-    task: Task, texts: list[list[str]], examples: Questions, groups: list[list], limit: int
-) -> list[list[Parts]]:
+    task: Task, texts: list[list[str]], examples: list[dict], groups: list[list], limit: int
+) -> list[list[dict]]:
     """What a task pays for each completion of each question; RewardError if that is no number.
 
     `groups` are the texts' Completions, [[None]] to try it, of at most `limit` tokens. A part that
@@ -28,7 +27,7 @@ def reward_parts(
         ]
 
 
-def parts_of(task: Task, text: str, example: dict, completion: Any) -> Parts:
+def parts_of(task: Task, text: str, example: dict, completion: Any) -> dict:
     """What reward_function and Environment pay for a completion; a number is the part `answer`."""
     parts = {}
     payer = "get_reward"
@@ -56,7 +55,7 @@ def parts_of(task: Task, text: str, example: dict, completion: Any) -> Parts:
     return {name: float(parts[name]) for name in task.REWARD_PARTS}
 
 
-def total_reward(parts: Parts, weights: dict[str, float]) -> float:
+def total_reward(parts: dict, weights: dict[str, float]) -> float:
     """The sum of weight times part, over the parts that apply; 0 if none does, as in TRL."""
     return sum(weights[name] * parts[name] for name in weights if parts[name] is not None)
 

@@ -66,7 +66,7 @@ def check_default_rate(config: Config) -> None:
     rate = config.training.learning_rate
     is_tiny = Path(config.model.name).resolve() in (Path("tiny").resolve(), ROOT / "tiny")
     run = run_that_made(config.model.name)
-    made_with = {} if run is None else section_of(read_file(run / "config.yaml"), "training")
+    made_with = section_of(read_file(run / "config.yaml"), "training") if run else {}
     is_given = rate != Config().training.learning_rate  # in config.yaml
     # What a run has made at tiny's rate may be trained further at it.
     if is_tiny or is_given or made_with.get("learning_rate") == rate:
