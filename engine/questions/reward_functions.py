@@ -31,7 +31,7 @@ from engine.questions.tables import with_numbers
 
 TIMEOUT = "timeout"  # the part that says which calls took too long
 CLOSE_S = 5.0  # seconds for tasks to end in, at the end of a process
-LOST_S = 60.0  # seconds of waiting before it is looked for the reason
+LOST_S = 60.0  # seconds in which nothing can bring what is awaited, before the run ends
 FOR_EVER_S = 1e9
 
 
@@ -270,8 +270,7 @@ class JudgeLoop(asyncio.SelectorEventLoop):
         timer = self.call_later(FOR_EVER_S, int)
         call = Future() if pool is None else pool.submit(function, *arguments)
         if pool is None:
-            given = (call, function, arguments)
-            threading.Thread(target=fulfil, args=given, daemon=True).start()
+            threading.Thread(target=fulfil, args=(call, function, arguments), daemon=True).start()
         future = asyncio.wrap_future(call, loop=self)
         future.add_done_callback(lambda _: timer.cancel())
         return future
@@ -288,12 +287,12 @@ def run(coroutine: Coroutine) -> Any:
     """
     loop = LOOPS.get(os.getpid()) or JudgeLoop()
     running = asyncio.run_coroutine_threadsafe(coroutine, loop)
-    waited_s = 0.0
+    lost_s = 0.0
     try:
         while not wait([running], timeout=0.2).done:  # seconds
             leave_if_signalled()
-            waited_s += 0.2
-            if waited_s > LOST_S and loop.failed and loop.selector.waits_for_nothing:
+            lost_s = lost_s + 0.2 if loop.failed and loop.selector.waits_for_nothing else 0.0
+            if lost_s > LOST_S:
                 raise RewardError(
                     f"an async reward waits, perhaps for a task that has failed: {loop.failed}"
                 )
@@ -322,7 +321,7 @@ class Selector(selectors.DefaultSelector):
         return ready
 
 
-def run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+def run_for_ever(loop: JudgeLoop) -> None:
     """Go on also where a task of the user's own stops the loop or exits: a judge would hang."""
     while True:
         try:

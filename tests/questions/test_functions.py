@@ -274,7 +274,7 @@ def test_a_judges_own_tasks_go_on_from_step_to_step_and_between_them(folder, mon
 def test_a_run_ends_where_nothing_can_bring_what_its_judge_awaits(folder, monkeypatch, capfd):
     """Bugs: a worker that nothing held hung the run for good once it had raised, or was collected
     before. And a task that had failed, and mattered to nobody, ended a run whose call was slow."""
-    monkeypatch.setattr(reward_functions, "LOST_S", 0.4)
+    monkeypatch.setattr(reward_functions, "LOST_S", 0.7)
     monkeypatch.setattr(reward_functions, "LOOPS", {})
     (folder / "loses.py").write_text(USERS["loses"])
     assert paid("loses:collected")[0][0] == {"collected": 1.0, "timeout": 0.0}
