@@ -142,8 +142,7 @@ def compare_plain(given: list[str]) -> int:
     first = min((place["call"] for place in parted), default=None)  # a call samples a row
     print(f"first other tokens: {[place for place in parted if place['call'] == first]}")
     print(f"equal rows of metrics: {''.join('-='[equal] for equal in is_equal)}")
-    num_same = sum(torch.equal(weights[name], same[name]) for name in same)
-    print(f"equal tensors: {num_same} of {len(same)}")
+    print(next(numbers_differ("weights", same, weights), f"weights: all {len(same)} are equal"))
     print(f"minutes of main.py and plain.py: {[round(s / 60, 1) for s in ranks[0]['seconds']]}")
     print(f"pass@1: {[row['eval/pass@1'] for row in rows if 'eval/pass@1' in row]}")
     return 0 if all(is_equal[:first]) else 1

@@ -80,7 +80,7 @@ def line_of(file: str, *, error: Exception | None = None, function: Callable | N
 class naming_mistakes:
     """Make one line of an exception in a function of the user's file, unless it `passes`.
 
-    It stands around each question at the start; a generator in its place would take far longer.
+    It stands around each row that is read; a generator in its place would take far longer.
     """
 
     file: str
