@@ -82,10 +82,10 @@ def main(config: Config) -> None:
     """Do what the config asks for; a user's mistake costs one line and exit status 2."""
     with mistakes_cost_one_line():
         run = build_run(config)
-        if config.mode == "train":
+        if config.is_training:
             open_or_resume(run)  # its newest checkpoint has weights, optimizer, state, position
     with crashes_name_the_fix(run):
-        exit_status = run_training(run) if config.mode == "train" else run_evaluation(run)
+        exit_status = run_training(run) if config.is_training else run_evaluation(run)
         run.policy.scorer = None  # frees DDP, which must not outlive the process group
         run.world.leave()
     sys.exit(exit_status)
@@ -93,9 +93,9 @@ def main(config: Config) -> None:
 
 def build_run(config: Config) -> Run:
     """Load what the config names on this rank; `open_or_resume` then reads what it did before."""
-    world, device_lines = init_world()  # rank, number of ranks, this rank's device; what to say
+    world = init_world()  # rank, number of ranks, this rank's device
     logger = Logger(rank=world.rank)  # `settle_config` gives it the boards of logging.report_to
-    config = settle_config(config, world, device_lines, logger)  # fills in what it leaves open
+    config = settle_config(config, world, logger)  # fills in what it leaves open
     task = load_task(config.task)
     # policy.model is an AutoModelForCausalLM; what is trained of it, and AdamW's moments, are fp32.
     # It computes in bf16 or float16 on a GPU, in fp32 on most CPUs. policy.sampler is the model
@@ -107,7 +107,7 @@ def build_run(config: Config) -> Run:
     )
     run = Run(config, world, logger, task, policy, validation, stream)
     run.check_questions()  # at least one for each rank, and the same list on all of them
-    if config.mode == "train":  # num_epochs, if it was given, becomes num_steps
+    if config.is_training:  # num_epochs, if it was given, becomes num_steps
         run.config = config = config.with_num_steps(len(stream.questions), world.size)
         wrap_policy(policy, config, world, logger.info)
         run.optimizer = make_optimizer(policy.model, config.training)

@@ -775,7 +775,7 @@ def train_on_rank(
         grade_by_text(patch)
         if rates:
             set_rates(patch, rates)
-        patch.setattr(main, "init_world", lambda: (replace(world), []))
+        patch.setattr(main, "init_world", lambda: replace(world))
         run = load_run(load_config(arguments(folder, model, *overrides)))
         assert main.run_training(run) == 0
         run.world.signals.stop()

@@ -185,7 +185,7 @@ class Talk(Task):
 
 def load_chat(config: Config, *, is_watching: bool = False) -> tuple[Policy, Task]:
     """The model and the task, without questions and without a folder."""
-    world, _ = init_world()
+    world = init_world()
     if world.size > 1:
         raise ConfigError(f"{world.size} ranks: start one process only, without torchrun")
     task = load_task(config.task)

@@ -457,6 +457,10 @@ class Config(Section):
         return training.num_samples_per_step_global or training.num_samples_per_step * num_ranks
 
     @property
+    def is_training(self) -> bool:
+        return self.mode == "train"
+
+    @property
     def max_validation_tokens(self) -> int:
         return self.validation.max_new_gen_tokens or self.training.max_new_gen_tokens
 

@@ -126,37 +126,13 @@ class World:
         self.signals.stop()
 
 
-def init_world() -> tuple[World, list[str]]:
-    """Choose the device and join the process group; returns also lines for the log."""
-    dotenv.load_dotenv(".env")  # sets what the environment leaves unset, such as HF_TOKEN
-    rank, size, local_rank, local_size = read_environment()
-    device = torch.device("cpu")
-    notes = []
-    num_gpus = torch.cuda.device_count()
-    if num_gpus >= local_size:
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        # On new GPUs torch prefers cuDNN's attention, which plans anew for each shape: about 1 s
-        # for a micro-batch on a B200, as github.com/modelscope/FunASR, issue 3704, reports.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    elif num_gpus > 0:
-        notes.append(f"{local_size} processes but {num_gpus} GPUs: running on the CPU")
-    elif torch.backends.mps.is_available() and local_size == 1:  # Apple's GPU, for one process
-        device = torch.device("mps")
-    if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(minutes=30),
-        )
-    return World(rank, size, device), notes
-
-
-def read_environment() -> tuple[int, int, int, int]:
-    """torchrun's RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; without it those of one rank.
+def init_world() -> World:
+    """Choose the device and join the process group, by torchrun's variables if it set them.
 
     Raises ValueError if torchrun has restarted this process: it gives all starts one store (pytorch
     issue 135712), in which gloo and NCCL would find the addresses of killed ranks, and hang.
     """
+    dotenv.load_dotenv(".env")  # sets what the environment leaves unset, such as HF_TOKEN
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         raise ValueError(
             "torchrun has restarted the run (--max-restarts), which is not supported: start the "
@@ -167,7 +143,24 @@ def read_environment() -> tuple[int, int, int, int]:
     rank, size, local_rank, local_size = values.values()
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         raise ValueError(f"{values}: start with torchrun, which sets these, or unset them all")
-    return rank, size, local_rank, local_size
+    device = torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus >= local_size:
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # On new GPUs torch prefers cuDNN's attention, which plans anew for each shape: about 1 s
+        # for a micro-batch on a B200, as github.com/modelscope/FunASR, issue 3704, reports.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    elif num_gpus > 0 and rank == 0:
+        print(f"{local_size} processes but {num_gpus} GPUs: running on the CPU", flush=True)
+    elif torch.backends.mps.is_available() and local_size == 1:  # Apple's GPU, for one process
+        device = torch.device("mps")
+    if size > 1:  # numbers and texts travel by gloo, gradients on GPUs by NCCL
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(minutes=30),
+        )
+    return World(rank, size, device)
 
 
 def order_ddp_buckets(scorer: nn.Module, device: torch.device) -> None:

@@ -53,7 +53,7 @@ def load_model_and_tokenizer(
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     settings = config.model.source
-    is_training = config.mode == "train"
+    is_training = config.is_training
     dtype = compute_dtype or choose_compute_dtype(settings, device)
     if is_training and settings.teacher:
         check_teacher(config, log)  # its tokens, before any weights are loaded
@@ -257,7 +257,7 @@ def check_host_memory(
     rank of model.shard loads all weights; what a CPU trains has gradients and averages too.
     """
     num_bytes = dtype.itemsize  # of each weight
-    if config.mode == "train" and not settings.lora and not settings.shard:
+    if config.is_training and not settings.lora and not settings.shard:
         num_bytes += FP32 + AVERAGES[config.training.optimizer]
     how = {"attn_implementation": settings.attn_implementation}
     own_code = getattr(model_config, "auto_map", ())
@@ -282,7 +282,7 @@ def load_model(
     """The model with all its weights, on the device; with model.shard, on the CPU."""
     model_config = load_model_config(settings)
     is_quantized = model_config.to_dict().get("quantization_config")
-    if is_quantized and config.mode == "train":
+    if is_quantized and config.is_training:
         raise ValueError("its weights are quantised; give the model that it was made from")
     quantization = None
     if settings.load_in_4bit:

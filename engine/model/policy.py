@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedTokenizerFast
 
 from engine.core.config import Config
-from engine.core.context import context_of
 from engine.core.distributed import World
+from engine.core.tensors import context_of
 from engine.core.types import Log, SamplingParams
 from engine.model.load import find_base, load_model_and_tokenizer, of_teacher
 from engine.model.precision import GROWTH_INTERVAL, INIT_SCALE
@@ -137,7 +137,7 @@ def load_policy(config: Config, world: World, log: Log) -> Policy:
         sampler = sample_by_loop(config, model, dtype, world)
         if settings.backend == "grouped":
             choose_loop(sampler, log)
-    is_training = config.mode == "train"
+    is_training = config.is_training
     policy = Policy(model, sampler, tokenizer, params, dtype, is_in_training=is_training)
     steady = context_of(model, is_steady=True)
     if steady != context_of(model):
@@ -183,7 +183,7 @@ def sampling_params(
         from engine.sampling.stop_texts import StopTexts
 
         stop = StopTexts(tokenizer, texts, eos_ids)
-    if config.mode == "train" and (sampling.top_p < 1 or sampling.top_k > 0):
+    if config.is_training and (sampling.top_p < 1 or sampling.top_k > 0):
         log("sampling.top_p or top_k draws from less than what is scored: the gradient is biased")
     if sampling.calculator:
         from engine.sampling.calculator import Calculator

@@ -5,8 +5,7 @@ from contextlib import suppress
 import torch
 from torch import nn
 
-from engine.core.context import context_of
-from engine.core.tensors import autocast
+from engine.core.tensors import autocast, context_of
 from engine.core.types import Log
 
 

@@ -209,7 +209,6 @@ class Turns:
     def clean(self, text: str) -> str:
         """The text without special tokens, with which it could end the turn that it stands in."""
         # They are found in its ids: a normalizer may make one of other characters.
-        text = templates.whole_characters(text)
         special = templates.special_ids(self.tokenizer)
         while not special.isdisjoint(ids := self.encode(text)):
             text = self.decode([i for i in ids if i not in special])

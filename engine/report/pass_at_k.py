@@ -11,8 +11,7 @@ def solve_rates(solved: np.ndarray, pass_k: list[int]) -> Metrics:
     """pass@k, with the 95% interval of pass@1, from solved (questions, samples) of 0 and 1."""
     num_samples = solved.shape[1]
     counts = solved.sum(axis=1).astype(int)
-    low, high = confidence_interval(solved.mean(axis=1), is_binary=num_samples == 1)
-    rates = {"eval/pass@1": float(solved.mean()), "eval/pass@1_low": low, "eval/pass@1_high": high}
+    rates = with_interval("eval/pass@1", solved.mean(axis=1), is_binary=num_samples == 1)
     rates |= {f"eval/pass@{k}": pass_at_k(counts, num_samples, k) for k in pass_k if k != 1}
     rates[f"eval/best_of_{num_samples}"] = pass_at_k(counts, num_samples, num_samples)
     return rates

@@ -315,8 +315,3 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
         # By the model's config: that of the folder may name another attention, a kernel to load.
         saved = type(model).from_pretrained(folder, config=model.config, dtype=model.dtype)
         model.load_state_dict(saved.state_dict())
-
-
-def load_optimizer_state(folder: Path) -> dict:
-    """The optimizer's averages; only weights are read, since a pickle may name code to run."""
-    return torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)

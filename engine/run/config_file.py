@@ -51,7 +51,7 @@ def load_config(arguments: list[str]) -> Config:
         say_once(f"left out of {file}: {', '.join(lost)}")
     of_user = {} if file.resolve() == ROOT / "config.yaml" else in_file
     given = section_of(merge(of_user, typed), "training")
-    if config.mode == "train" and "learning_rate" not in given:
+    if config.is_training and "learning_rate" not in given:
         check_default_rate(config)
     return config
 
@@ -100,7 +100,7 @@ def keys_of_sources(config: Config) -> list[str]:
     """Of the files or data sets that are read; none if the task says what a source is."""
     if tasks.load_task(config.task).load_examples:
         return []
-    reads_train = config.mode == "train" or config.task.train == config.task.eval
+    reads_train = config.is_training or config.task.train == config.task.eval
     return ["task.eval", "task.train"] if reads_train else ["task.eval"]
 
 

@@ -60,7 +60,7 @@ def of_files(
         base = find_base(source)
     if base:
         found[f"{what}'s base"] = of_model(config.replace(model=base), with_weights=with_weights)
-    if config.mode == "train" and config.model.teacher:
+    if config.is_training and config.model.teacher:
         found |= of_files(of_teacher(config), "model.teacher", with_weights=with_weights)
     return found
 

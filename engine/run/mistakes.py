@@ -50,7 +50,7 @@ def mistakes_cost_one_line() -> Iterator[None]:
             )
         is_config = isinstance(error, ConfigError)
         # A restart by torchrun would repeat what its first start has printed. That there is one is
-        # a mistake of its own (see `read_environment`), which the first restart prints.
+        # a mistake of its own (see `init_world`), which the first restart prints.
         is_new = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) <= (0 if is_config else 1)
         if is_new and not is_first_rank:
             time.sleep(3)  # torchrun ends all ranks with the first: let rank 0 print it before

@@ -12,6 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
+import torch
+
 from engine.core.distributed import World
 from engine.core.files import open_to_append
 from engine.core.types import Log
@@ -63,7 +65,9 @@ def load_checkpoint(run: Run, folder: Path) -> None:
     with checkpoint.naming_damage(folder, remove=folder):
         checkpoint.load_weights(folder, run.policy.model)
     with checkpoint.naming_damage(folder / checkpoint.OPTIMIZER, remove=folder):
-        run.optimizer.load_state_dict(checkpoint.load_optimizer_state(folder))
+        # Only weights are read: a pickle may name code to run.
+        saved = torch.load(folder / checkpoint.OPTIMIZER, map_location="cpu", weights_only=True)
+        run.optimizer.load_state_dict(saved)
         for weight, kept in run.optimizer.state.items():
             for name in kept.keys() & {"exp_avg", "exp_avg_sq", "momentum_buffer"}:
                 assert kept[name].expand_as(weight).isfinite().all(), f"{name} is not finite"

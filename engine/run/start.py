@@ -93,7 +93,7 @@ def choose_dtype(run: Run) -> None:
         run.logger.info(f"it computes in bfloat16, which this processor {how}")
 
 
-def settle_config(config: Config, world: World, notes: list[str], logger: Any) -> Config:
+def settle_config(config: Config, world: World, logger: Any) -> Config:
     """Check the config on these ranks, print what is not as usual, and fix what it leaves open.
 
     `pin` fills in what another start could find changed; a merged base takes an adapter's place.
@@ -105,26 +105,26 @@ def settle_config(config: Config, world: World, notes: list[str], logger: Any) -
             f"rank {world.rank} of {world.size} on {socket.gethostname()}; node 0 prints",
             flush=True,
         )
-    if config.mode == "train" and ":" in config.training.advantage + config.training.policy_loss:
+    if config.is_training and ":" in config.training.advantage + config.training.policy_loss:
         from engine.update.user_algorithm import try_algorithm
 
         try_algorithm(config, world)
     names = {*config.logging.report_to, *["mlflow"] * config.logging.mlflow}
-    if config.mode == "train" and world.is_main and names:
+    if config.is_training and world.is_main and names:
         from engine.report.boards import BOARDS
 
         logger.boards += [board() for name, board in BOARDS.items() if name in names]
-    for line in [*notes, *differences(config)]:
+    for line in differences(config):
         logger.info(line)
     config = pin(config, world, logger.info)
     check_same_files(config, world)
     with one_line_errors(config.model.name):
-        is_adapter = config.mode == "train" and find_base(config.model) is not None
+        is_adapter = config.is_training and find_base(config.model) is not None
     if is_adapter:
         from engine.run.merge import start_from_adapter
 
         config = start_from_adapter(config, world, logger.info)
-    if config.mode == "train" and config.model.load_in_4bit and config.model.lora is None:
+    if config.is_training and config.model.load_in_4bit and config.model.lora is None:
         raise ConfigError(
             "model.load_in_4bit = true: cannot be trained; write false, or set model.lora='{r: 8}'"
         )
@@ -138,7 +138,7 @@ def pin(config: Config, world: World, log: Log = no_log) -> Config:
     the compute_dtype of its checkpoint. Raises ValueError if an evaluation could not be written:
     now, not after all the work.
     """
-    if config.mode == "evaluate":
+    if not config.is_training:
         world.on_main(make_folder, run_folder(config))
     model, task, commits, constants.HF_HUB_OFFLINE = world.on_main(find_pins, config, log)
     COMMITS.update(commits)
@@ -160,7 +160,7 @@ def find_pins(config: Config, log: Log) -> tuple[dict, dict, dict, bool]:
     day = config.task.template_date or section_of(began, "task").get("template_date")
     of_model = {}
     of_task = {"template_date": str(day or date.today())}
-    is_training = config.mode == "train"
+    is_training = config.is_training
     newest = newest_whole(folder / "checkpoints")
     given = config.model.compute_dtype
     if is_training and newest and given in ("auto", model.get("compute_dtype")):

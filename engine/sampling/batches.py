@@ -1,6 +1,7 @@
 """Which questions are decoded together: as many as the memory holds."""
 
 import ctypes
+import functools
 import math
 import resource
 from dataclasses import replace
@@ -82,10 +83,8 @@ def trim_heap() -> None:
         trim(0)
 
 
-def tokens_that_fit(
-    model: nn.Module, longest: int, params: SamplingParams, kept: tuple[int, int]
-) -> int:
-    """How many tokens of prompts and completions can be decoded at once; `kept` are `kept_bytes`.
+def tokens_that_fit(model: nn.Module, longest: int, params: SamplingParams) -> int:
+    """How many tokens, of prompts and completions, can be decoded at once; `longest` is a prompt.
 
     On a GPU as many as fit into the memory now free; on a CPU, whose caches many rows do not help,
     as many as take `CPU_BATCH_BYTES` if each row gets as long as it may.
@@ -93,7 +92,7 @@ def tokens_that_fit(
     device = model.device
     row_tokens = longest + params.max_new_tokens
     config = model.config.get_text_config()
-    cached, states = kept
+    cached, states = kept_bytes(model)
     is_cuda = device.type == "cuda"
     likely = longest + (0.7 if is_cuda else 1.0) * params.max_new_tokens  # most end early
     row = states + decode_bytes_per_row(config, likely, cached=cached, top_p=params.top_p)
@@ -119,6 +118,7 @@ def decode_bytes_per_row(
     return cache + growing + drawing
 
 
+@functools.lru_cache(1)  # of the model that samples
 @torch.no_grad()
 def kept_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of a token's keys and values, and of a row's recurrent states: seen on two tokens."""

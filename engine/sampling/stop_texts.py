@@ -30,13 +30,6 @@ class StopTexts:
         begins = token.startswith(tuple(ends)) or any(text in token for text in self.texts)
         return begins or "\ufffd" in token
 
-    def is_completed_by_last(self, token_ids: list[int]) -> bool:
-        text, before = (
-            self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            for ids in (token_ids[-self.most_tokens :], token_ids[-self.most_tokens : -1])
-        )
-        return any(text.count(stop) > before.count(stop) for stop in self.texts)
-
     def around(self, tool: Tool | None) -> "StopTexts":
         """The same for a row that has a tool too."""
         row = copy.copy(self)
@@ -45,7 +38,11 @@ class StopTexts:
         return row
 
     def reply(self, token_ids: list[int]) -> list[int] | None:
-        if self.is_completed_by_last(token_ids):
+        text, before = (
+            self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            for ids in (token_ids[-self.most_tokens :], token_ids[-self.most_tokens : -1])
+        )
+        if any(text.count(stop) > before.count(stop) for stop in self.texts):
             if hasattr(self.tool, "environment"):  # it hears the last turn, as if that had ended
                 self.tool.reply([*token_ids, self.tool.asking_ids[0]])
             return None

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from engine.core.context import context_of
-from engine.core.tensors import autocast
+from engine.core.tensors import autocast, context_of
 
 # Bytes of a block's fp32 logits: a CPU's cache holds them; a GPU needs large matrices to be fast.
 CPU_BLOCK_BYTES = 2**23

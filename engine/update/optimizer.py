@@ -35,8 +35,7 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
         split = {id(p) for p in [*matrices, *embeddings]}
         others = [p for p in others if id(p) not in split]
     decay = training.weight_decay
-    betas = tuple(training.adam_betas)
-    eps = training.adam_eps
+    how = {"lr": rate, "betas": tuple(training.adam_betas), "eps": training.adam_eps}
     embedding_scale = (training.embedding_learning_rate or rate) / rate
     groups = [
         {"params": weights, "weight_decay": weight_decay, "lr_scale": scale}
@@ -49,9 +48,9 @@ def make_optimizer(model: nn.Module, training: TrainingSettings) -> torch.optim.
     ]
     if training.optimizer == "adamw_8bit":
         bitsandbytes = import_package("bitsandbytes", key="training.optimizer = adamw_8bit")
-        return bitsandbytes.optim.AdamW8bit(groups, lr=rate, betas=betas, eps=eps)
+        return bitsandbytes.optim.AdamW8bit(groups, **how)
     is_cuda = next(model.parameters()).is_cuda
-    optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, eps=eps, fused=is_cuda)
+    optimizer = torch.optim.AdamW(groups, **how, fused=is_cuda)
     if matrices:
         group = {"params": matrices, "lr_scale": training.muon_learning_rate / rate}
         optimizer = Together(optimizer, torch.optim.Muon([group], weight_decay=decay))

@@ -3,9 +3,8 @@
 import pytest
 from code_tokens import ROOMS, count, packed_share, sources_of
 
-# engine/ is to come down to 59,000, and all rooms to 96,700: until then they may not grow.
-MOST = {"plain.py": 3_550, "main.py": 3_550, "engine": 59_224}
-MOST_TOGETHER = 96_913
+MOST = {"plain.py": 3_550, "main.py": 3_550, "engine": 59_000}
+MOST_TOGETHER = 96_700
 
 
 @pytest.mark.parametrize("room", MOST)

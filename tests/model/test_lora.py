@@ -29,7 +29,7 @@ from engine.model.load import base_of, load_model_and_tokenizer
 from engine.model.policy import Policy
 from engine.run.fingerprint import of_files
 from engine.run.start import settle_config
-from engine.sampling.batches import kept_bytes
+from engine.sampling import batches
 from engine.update.head import ChunkedScorer
 from logger import Logger
 from main import CompletionScorer
@@ -138,11 +138,15 @@ def test_the_model_with_its_adapter_samples_what_it_scores(rotary_model_folder, 
     assert_plain(policy, PROMPTS, seeds, groups, rounding=ATOL, **changes)
 
 
-def test_a_rows_memory_is_estimated_in_the_dtype_that_decodes(rotary_model_folder):
+def test_a_rows_memory_is_estimated_in_the_dtype_that_decodes(rotary_model_folder, monkeypatch):
     """Bug: a GPU's first estimate ran the fp32 adapter on layers in bf16, and raised."""
-    policy = make_policy(rotary_model_folder, LORA, "model.compute_dtype=bfloat16")
-    plain = make_policy(rotary_model_folder, "model.compute_dtype=bfloat16").sampler.model
-    assert policy.sampler.kept_bytes == kept_bytes(plain)
+    monkeypatch.setattr(batches, "CPU_BATCH_TOKENS", 10**9)
+    ours, plain = (
+        make_policy(rotary_model_folder, *lora, "model.compute_dtype=bfloat16")
+        for lora in ([LORA], [])
+    )
+    fit = plain.sampler.tokens_at_once(9, plain.params)
+    assert ours.sampler.tokens_at_once(9, ours.params) == fit < 10**9
 
 
 def test_inputs_of_an_adapter_are_not_cast_to_fp32_and_back(rotary_model_folder):
@@ -305,7 +309,7 @@ def test_an_adapter_that_has_no_whole_base_is_refused(finished, tmp_path, name):
 def settled(adapter: Path, folder: Path, asked: str = "mode=train") -> Config:
     """The config of a run in `folder`; to train, the adapter is merged into its base."""
     config = make_config(f"model.name={adapter}", asked, f"run.dir={folder}", "run.name=x")
-    return settle_config(config, harness.alone(), [], Logger(rank=0))
+    return settle_config(config, harness.alone(), Logger(rank=0))
 
 
 def test_an_adapter_of_a_run_stays_with_the_base_of_that_run(

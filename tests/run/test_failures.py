@@ -19,7 +19,7 @@ import torch
 from harness import arguments, make_config, read_rows, run_main, run_on_ranks, start, with_ranks
 
 import main
-from engine.core.distributed import World, read_environment
+from engine.core.distributed import World, init_world
 from engine.core.signals import Left, leave_if_signalled
 from engine.run import log
 from engine.run.checkpoint import load_state
@@ -133,14 +133,14 @@ def test_ddp_is_freed_before_the_process_group(tmp_path, rotary_model_folder, mo
 
 def test_variables_that_torchrun_would_not_set_are_named(monkeypatch):
     """Bug: of RANK=1 alone it trained in silence and wrote nothing, as ranks but 0 do."""
-    assert read_environment() == (0, 1, 0, 1)
+    assert init_world() == World(0, 1, torch.device("cpu"))
     wrong = ["RANK=1", "RANK=-1", "WORLD_SIZE=0", "LOCAL_RANK=1"]
     for given in (*wrong, "LOCAL_WORLD_SIZE=2", "RANK=2 WORLD_SIZE=2"):
         with monkeypatch.context() as patch:
             for name, value in (text.split("=") for text in given.split()):
                 patch.setenv(name, value)
             with pytest.raises(ValueError, match="start with torchrun") as caught:
-                read_environment()
+                init_world()
         assert all(text in str(caught.value).replace("': ", "=") for text in given.split())
 
 

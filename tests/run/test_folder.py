@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,15 +186,17 @@ def test_a_checkpoint_is_loaded_with_the_attention_of_the_run(tmp_path, rotary_m
     checkpoint.load_weights(folder, AutoModelForCausalLM.from_pretrained(rotary_model_folder))
 
 
-def test_an_optimizer_that_holds_code_runs_nothing(tmp_path):
+def test_an_optimizer_that_holds_code_runs_nothing(tmp_path, monkeypatch):
     """Checkpoints are copied from machine to machine, and a pickle runs what it names."""
     file, made = tmp_path / "training_state/optimizer.pt", tmp_path / "made"
     file.parent.mkdir()
+    monkeypatch.setattr(checkpoint, "load_weights", lambda *given: None)
+    run = SimpleNamespace(policy=SimpleNamespace(model=None))
     maker = type("Maker", (), {"__reduce__": lambda self: (os.mkdir, (str(made),))})
     torch.save({"state": maker()}, file)
     code = [file.read_bytes(), pickle.dumps(os.mkdir, 2), pickle.dumps([os.remove], 2)]
     for content in code:
         file.write_bytes(content)
-        with pytest.raises(pickle.UnpicklingError):
-            checkpoint.load_optimizer_state(tmp_path)
+        with pytest.raises(ValueError, match=r"optimizer\.pt is damaged \(UnpicklingError"):
+            resume.load_checkpoint(run, tmp_path)
     assert not made.exists()

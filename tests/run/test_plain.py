@@ -149,7 +149,7 @@ def shorten(patch: pytest.MonkeyPatch, *, is_idle: bool = False) -> None:
 
 
 def prepare(patch: pytest.MonkeyPatch, world: World, port: int) -> None:
-    patch.setattr(main, "init_world", lambda: (replace(world), []))
+    patch.setattr(main, "init_world", lambda: replace(world))
     if world.size > 1:  # as torchrun does
         values = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
         values |= {"LOCAL_RANK": world.rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
