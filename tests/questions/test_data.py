@@ -336,17 +336,20 @@ JOINS += "messages[0].content + '\n\n' + messages[1].content}] + messages[2:] %}
 SYSTEMS = {"keeps": "", "refuses": REFUSES, "drops": DROPS, "adds": ADDS, "joins": JOINS}
 
 
-@every_task
+STYLES = [*((name, {}) for name in ROWS), ("gsm8k", {"prompt_style": "tags"})]
+
+
+@pytest.mark.parametrize(("name", "style"), STYLES)
 @pytest.mark.parametrize("is_worded", [False, True])
 @pytest.mark.parametrize("words", [None, "Be brief.", "2", "ke"])
 def test_a_system_prompts_words_and_the_users_stand_once_and_in_their_turn(
-    name, words, is_worded, templated
+    name, style, words, is_worded, templated
 ):
     """Bug: words that stand in the question too were taken for kept, and left out."""
     row, key = ROWS[name][2], next(iter(ROWS[name][2]))
     asks, asked = (f"{k} #### \\boxed{{}}" for k in (f"{{{key}}}", row[key]))
-    task = make_task(name, system_prompt=words, prompt=asks if is_worded else None)
-    if isinstance(posed := make_task(name).pose(row), str):
+    task = make_task(name, **style, system_prompt=words, prompt=asks if is_worded else None)
+    if isinstance(posed := make_task(name, **style).pose(row), str):
         posed = asked if is_worded else posed
         assert render_prompt(task.pose(row), templated) == "\n\n".join([words, posed][not words :])
         return

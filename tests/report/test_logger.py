@@ -1,6 +1,7 @@
 """The logger: files that survive a kill, and a readable terminal."""
 
 import io
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from harness import read_jsonl
 
 from engine.report.boards import Board
-from logger import Logger
+from logger import STEP_FIELDS, Logger
 
 FILES = ("metrics.jsonl", "samples.jsonl", "rollouts.jsonl")
 SAMPLE = {
@@ -113,6 +114,24 @@ def test_a_dumb_terminal_gets_no_bars(monkeypatch):
         monkeypatch.setenv("TERM", kind)
         with Logger(rank=0).progress(range(3), "rollouts", "rows") as bar:
             assert bool(bar.disable) == (kind == "dumb")
+
+
+def test_a_share_is_said_as_its_count_and_a_narrow_terminal_keeps_the_seconds(monkeypatch):
+    """0.29 * 100 is below 29; of a step's line the rate goes first, then what is before it."""
+    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
+    for num in range(101):
+        Logger(rank=0).print_evaluation("", {"eval/pass@1": num / 100}, [], {"pass@1": 100})
+    assert re.findall(r"\((\d+) of 100\)", terminal.getvalue()) == [*map(str, range(101))]
+    terminal.isatty = lambda: True
+    labels = [label for label, *_ in STEP_FIELDS]
+    for columns in range(60, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        Logger(rank=0).print_step(1, 9, {})
+        line = terminal.getvalue().splitlines()[-1]
+        shown = [label for label in labels if label in line]
+        assert shown == [*labels[: len(shown) - 1], labels[-1]] and "left" in line
+        assert len(line) <= columns or len(shown) == 2
+    assert shown == labels
 
 
 def test_the_middle_of_a_long_completion_is_left_out(capsys):

@@ -8,12 +8,13 @@ import pytest
 import torch
 from harness import make_config, make_policy, make_run, read_jsonl
 
-from engine.core.types import Completion, Trajectory
+from engine.core.types import Completion, MicroBatch, Trajectory
 from engine.report import completions as rollouts
 from engine.run import log as log_of_run
 from engine.run.log import describe_step
 from engine.run.state import Run
 from engine.update.optimizer import Outcome, Update
+from engine.update.shards import equal_passes
 
 
 @pytest.fixture
@@ -59,13 +60,14 @@ def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
 
 
 def test_a_line_holds_the_groups_completions_best_first(run, tokenizer):
-    """A token's weight is that of the formula, on two ranks too."""
+    """A token's weight is that of the formula, on two ranks too, of which one passes once more."""
     group = [trajectory([5, 6, 7], 0.25, advantage=-0.75), trajectory([8, 9], advantage=1 / 3)]
-    trained = SimpleNamespace(trajectories=group[1:], token_weights=torch.tensor([[1 / 7, 0.0]]))
+    trained = MicroBatch(group[1:], None, None, None, torch.tensor([[1 / 7, 0.0]]), None)
     run.world.size = 2
+    passes = equal_passes([trained], SimpleNamespace(gather=lambda num: [num, num + 1]))
     group[0].completion.is_inserted[1], group[0].completion.log_probs[2] = True, np.nan
     question = {"nums": [1, 2], "target": 3}
-    log(run, [group], [question], trained, step=4)
+    log(run, [group], [question], *passes, step=4)
     (line,) = kept(run)
     best, worst = line["completions"]
     assert (line["step"], line["size"]) == (4, 2)

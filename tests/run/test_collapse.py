@@ -47,3 +47,7 @@ def test_a_sign_is_reported_once_while_it_lasts_and_ends_a_run_that_is_to_stop()
     assert not run.is_over
     run.config = make_config(*given, "training.stop_on_collapse=true")
     assert run.is_over
+    run = make_run(None, run.config, optimizer="none")
+    for solved in [0.4] * 10 + [0.9] + [0.4] * 10:  # a lucky step is no best to fall from
+        run.watch_for_collapse(HEALTHY | {"train/solved": solved})
+    assert not run.is_over

@@ -111,7 +111,8 @@ def test_generated_questions_depend_on_the_seed_alone():
         rows = load_rows(task, "generated", split, 3)
         assert [tuple(row.values()) for row in rows] == first
         assert rows != load_rows(task, "generated", split, 3, with_seed=seed(1))
-        assert task is arithmetic or load_rows(task, "generated", split, 20)[:3] == rows
+        more = load_rows(task, "generated", split, 20)
+        assert more[:3] == rows or {row["a"] < row["b"] for row in more} == {True, False}
 
 
 def test_impossible_requests_are_named_and_do_not_loop():

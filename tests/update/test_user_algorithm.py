@@ -24,7 +24,7 @@ MY_ALGO = (
     f"import torch\n{RLOO}\n{CLIP}"
     + """
 def by_length(rewards, lengths, truncated, parts, **kwargs):
-    return rewards / lengths + 10 * parts["answer"] + 100 * truncated
+    return rewards / lengths + 10 * parts["answer"].nan_to_num(7) + 100 * truncated
 
 def ppo(log_probs, old_log_probs, advantages, mask, **kwargs):
     ratio = (log_probs - old_log_probs).exp()
@@ -89,13 +89,14 @@ def test_leave_one_out_is_the_means_advantage_times_g_over_g_minus_1():
     num = len(groups[0])
     expected = num / (num - 1) * advantages_by("mean", groups)
     assert np.abs(advantages_by("my_algo:rloo", groups) - expected).max() < 1e-12
+    parts = np.array([[None, *range(num - 1)], range(num)], float)  # NaN where one does not apply
     for i, t in enumerate(itertools.chain(*groups)):
-        t.reward_parts["answer"] = i
+        t.reward_parts["answer"] = parts.flat[i] if i > 0 else None
     told = [
         [(len(t.completion.token_ids), t.completion.truncated, t.reward) for t in g] for g in groups
     ]
     lengths, truncated, rewards = np.moveaxis(np.array(told), 2, 0)
-    expected = rewards / lengths + 10 * np.arange(2 * num).reshape(2, num) + 100 * truncated
+    expected = rewards / lengths + 10 * np.nan_to_num(parts, nan=7) + 100 * truncated
     assert np.array_equal(advantages_by("my_algo:by_length", groups), expected)
     names = ("training.advantage=my_algo:rloo", "training.policy_loss=my_algo:clip_higher")
     try_algorithm(config_of(*GRPO, *names), alone())  # README's and the docs' functions are taken
