@@ -17,15 +17,7 @@ import yaml
 from harness import table
 
 from engine import ROOT
-from engine.core.config import (
-    SECTIONS,
-    Config,
-    ConfigError,
-    differences,
-    dotted,
-    dotted_values,
-    explained,
-)
+from engine.core.config import SECTIONS, ConfigError, differences, dotted, dotted_values, explained
 from engine.core.text import show
 from engine.questions.tasks import built_in_tasks
 from engine.run.config_file import WORDS_ELSEWHERE, dump, load_config, parse_override, read_file
@@ -222,7 +214,7 @@ def test_each_key_that_differs_from_its_default_is_listed_with_both_values():
     assert differences(load("mode=evaluate", "training.learning_rate=1e-5", "model.lora.r=4")) == [
         "mode: evaluate (default train)",
         f"model.lora: {show(READ['lora'][2]['model.lora'])} (default null)",
-        f"training.learning_rate: 1.0e-05 (default {Config().training.learning_rate})",
+        f"training.learning_rate: 1.0e-05 (default {load().training.learning_rate})",
     ]
     assert dump(load("mode=evaluate")).startswith("mode: evaluate\nrun:\n")
 

@@ -4,22 +4,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 from graphs import Graph
-from harness import (
-    ROOT,
-    alone,
-    load_trained,
-    loop_of,
-    make_config,
-    make_policy,
-    sample,
-    save_random,
-    seed,
-    table,
-    tokens_of,
-)
+from harness import ROOT, alone, make_config, make_policy, sample, save_random, seed, table
 from one_pass import ATOL, assert_plain, plain_logits
 from reference import score
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -99,7 +88,7 @@ def test_the_readme_says_what_a_family_can_do(family, policy, graphs):
     name, folder, overrides = family
     assert name not in BYTES or kept_bytes(policy.sampler.model) == BYTES[name]
     can = [
-        loop_of(policy) == "grouped",
+        harness.loop_of(policy) == "grouped",
         supports_grouped(policy.sampler.model, CapturedSteps),
         isinstance(policy.scorer, ChunkedScorer),
         adapter_learns(make_policy(folder, *overrides, ADAPTER)),
@@ -128,7 +117,7 @@ def test_where_positions_follow_from_the_longest_row_a_training_has_no_longer_on
     """Bug: a row beyond turned those beside it: their log-probabilities were 0.24 nats off."""
     folder = save_random("phi3", tokenizer, tmp_path, **SIZES | LONGROPE)
     config, lines = make_config(f"model.name={folder}", f"mode={mode}"), []
-    policy = load_trained(config, alone(), lines.append)
+    policy = harness.load_trained(config, alone(), lines.append)
     assert policy.context_length == context and sum(means in line for line in lines) == 1
     if mode == "train":  # as far as the prompts reach there
         fitting = [[*range(5, 59)], *PROMPTS]
@@ -143,7 +132,7 @@ def test_where_positions_follow_from_the_longest_row_a_training_has_no_longer_on
 def test_of_a_model_that_sees_the_text_part_is_trained_once_it_is_saved(tokenizer, tmp_path):
     """As docs/models.md says."""
     text_type, sizes = FAMILIES["Gemma 3"]
-    text = AutoConfig.for_model(text_type, **tokens_of(tokenizer), **sizes).to_dict()
+    text = AutoConfig.for_model(text_type, **harness.tokens_of(tokenizer), **sizes).to_dict()
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "image_size": 28}
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)

@@ -17,21 +17,11 @@ import threading
 import time
 from pathlib import Path
 
+import harness
 import numpy as np
 import pytest
 import torch
-from harness import (
-    ENVIRONMENT,
-    ROOT,
-    alone,
-    arguments,
-    load_rows,
-    load_run,
-    make_config,
-    make_task,
-    read_rows,
-    table,
-)
+from harness import ROOT, alone, arguments, load_rows, load_run, make_config, make_task, read_rows
 
 import main
 from engine.core.config import ConfigError
@@ -51,7 +41,7 @@ from engine.update.user_algorithm import own_advantages
 from tasks import gsm8k, math500
 from tools import attack, chat, imitate
 
-USERS = table("questions/users.yaml")
+USERS = harness.table("questions/users.yaml")
 KINDS = [{"prompt": "1?", "kind": "math"}, {"prompt": "late?", "kind": "code"}]
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
 
@@ -296,7 +286,8 @@ def test_a_signal_in_an_await_ends_the_run_after_its_step(folder, rotary_model_f
     sizes = ["training.num_samples_per_step=8", "validation.num_examples=4", "validation.every=1"]
     given = arguments(folder, rotary_model_folder, *given, *sizes, "task.reward_timeout=0.1")
     command = [python, str(ROOT / "main.py"), *given]
-    result = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True)
+    how = {"cwd": folder, "env": harness.ENVIRONMENT, "capture_output": True, "text": True}
+    result = subprocess.run(command, **how)
     assert result.returncode == 143 and not result.stderr, result.stderr[-2000:]
     assert load_state(folder / "x/checkpoints/last").state.step == 2
     assert read_rows(folder / "x")[-1]["train/reward_timeouts"] == 1.0

@@ -14,20 +14,12 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from harness import (
-    ROOT,
-    USERS_ENVIRONMENT,
-    by_text,
-    change_json,
-    free_port,
-    load_run,
-    read_jsonl,
-    run_on_ranks,
-)
+from harness import ROOT, USERS_ENVIRONMENT, by_text, change_json, free_port, load_run, read_jsonl
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -64,8 +56,9 @@ def test_both_programs_make_the_same_run(tmp_path, case):
     num_ranks, more = CASES[case]
     start = make_chat(tmp_path / "chat") if "chat" in case else ROOT / "tiny"
     given = [*SHORT.split(), *more.split(), f"model.name={start}", f"run.dir={tmp_path}"]
+    is_lesson_one = "lesson" in case
     how = {"folder": tmp_path, "timeout_s": 250}
-    seen = run_on_ranks(both_programs, num_ranks, given, free_port(), "lesson" in case, **how)
+    seen = harness.run_on_ranks(both_programs, num_ranks, given, free_port(), is_lesson_one, **how)
     rows, others = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("plain", "main"))
     assert len(rows) == len(others) == 4  # two evaluations, two steps
     parted = [place for rank in seen for place in rank["parted"]]
@@ -81,16 +74,14 @@ def test_both_programs_make_the_same_run(tmp_path, case):
     assert not any(torch.equal(weights[name], before[name]) for name in weights)
     assert all(row["train/grad_norm"] > 0 for row in rows if "train/reward" in row)
     for rank, its in enumerate(seen):
-        is_idle = "lesson" in case and rank == 1
+        is_idle = is_lesson_one and rank == 1
         assert len(set(its["lengths"])) > 1 and {*its["ends"]} == {True, False}
         assert any(its["lessons"]) == (not is_idle) and max(its["passes"]) > (not is_idle)
 
 
 def make_chat(folder: Path) -> Path:
-    """tiny with a chat template, which ends a turn by a special token that no file names.
-
-    It opens <think> itself, and </answer> is a special token, which no text may lose.
-    """
+    """tiny with a chat template, which ends a turn by a special token that no file names, and opens
+    <think> itself. And </answer> is a special token, which no text may lose."""
     shutil.copytree(ROOT / "tiny", folder)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|pad|>\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant: <think>\n{% endif %}"
@@ -106,9 +97,7 @@ def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
 
 def both_programs(world: World, given: list[str], port: int, is_lesson_one: bool) -> dict:
     """On a rank: main.py's run, then plain.py's, each token of which is compared; what was seen.
-
-    Rewards are by text, or equal on rank 1 if only rank 0 is to have a lesson.
-    """
+    Rewards are by text, or equal on rank 1 if only rank 0 is to have a lesson."""
     with pytest.MonkeyPatch.context() as patch:
         shorten(patch, is_idle=is_lesson_one and world.rank == 1)
         return both_as_they_are(world, given, port)
@@ -225,7 +214,7 @@ def test_the_update_on_given_completions_is_the_same_bit_for_bit(tmp_path, num_r
     sampled = f"{SHORT} model.name={ROOT / 'tiny'} run.dir={tmp_path} validation.num_examples=2"
     ways = [f"{sampled} {more} run.name=x{i}" for i, more in enumerate(["", SIL])]
     how = {"folder": tmp_path, "timeout_s": 250}
-    run_on_ranks(both_updates, num_ranks, ways, free_port(), **how)
+    harness.run_on_ranks(both_updates, num_ranks, ways, free_port(), **how)
 
 
 def both_updates(world: World, ways: list[str], port: int) -> None:
@@ -305,14 +294,8 @@ def test_each_key_at_another_value_is_read_or_refused_in_one_line(tmp_path, monk
         for value in values:
             is_taken = EXCEPTIONS.get(f"{key}={value}", key in ACCEPTED or is_unread)
             assert is_read(f"{key}={value}", capsys) == is_taken, f"{key}={value}"
-    for unknown in (
-        "training.foo=null",
-        "logging.foo=1",
-        "foo.bar=1",
-        "foo=1",
-        "tusk.min_numbers=3",
-    ):
-        assert not is_read(unknown, capsys)
+    unknown = ["training.foo=null", "logging.foo=1", "foo.bar=1", "foo=1", "tusk.min_numbers=3"]
+    assert not any(is_read(argument, capsys) for argument in unknown)
     assert plain.read_config(["training.learning_rate=4e-4"])["training.learning_rate"] == 4e-4
 
 

@@ -22,13 +22,8 @@ from engine.model.folders import BLOCK, NUM_BLOCKS
 from engine.questions.contract import Task
 from engine.questions.data import QuestionStream
 from engine.questions.tasks import load_task
-from engine.run.fingerprint import (
-    check_same_everywhere,
-    check_same_files,
-    of_model,
-    of_own_code,
-    of_questions,
-)
+from engine.run import fingerprint
+from engine.run.fingerprint import check_same_everywhere, of_model, of_questions
 from engine.run.folder import run_folder
 from engine.run.log import write_settings
 from engine.run.resume import lock_folder
@@ -190,31 +185,30 @@ def test_a_byte_of_any_file_of_the_users_that_was_imported_is_seen(
         (here / f"{name}.py").write_text(text)
     given = ["training.advantage=algo:h"] if "algo" in imported else []
     config = make_config(f"task.reward={reward}", "task.train=rows.jsonl", *given)
-    task = load_task(config.task)
-    before = of_own_code(task, config.training)
+    now = functools.partial(fingerprint.of_own_code, load_task(config.task), config.training)
+    before = now()
     own = {n: m for n, m in sys.modules.items() if f"{tmp_path}" in f"{vars(m).get('__file__')}"}
     monkeypatch.setattr("engine.run.fingerprint.sys", SimpleNamespace(modules=own))  # few: quick
-    assert of_own_code(task, config.training) == before
+    assert now() == before
     for name in ("elsewhere", *imported):
         file = here / f"{name}.py"
         file.write_text(f"{file.read_text()} ")
-        assert (of_own_code(task, config.training) != before) == (name in imported), name
-        before = of_own_code(task, config.training)
+        assert (now() != before) == (name in imported), name
+        before = now()
 
 
 def check_files(world: World, model: Path, teacher: Path, *, same_node: bool = False) -> None:
     names = [f"model.name={model}", f"model.teacher={teacher}", "training.learning_type=distill"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_RANK", str(world.rank * same_node))
-        check_same_files(make_config(*names), world)
+        fingerprint.check_same_files(make_config(*names), world)
 
 
 def check_questions(world: World, trained: list[dict], validation: list[dict]) -> None:
     how = {"seed": 0, "shuffle": True, "prompt_tokens": len, "max_prompt_tokens": 9}
     stream = QuestionStream(trained, **how, log=print)
-    run = Run(
-        make_config(), world, Logger(rank=1), Task("", {}, TaskSettings()), None, validation, stream
-    )
+    task = Task("", {}, TaskSettings())
+    run = Run(make_config(), world, Logger(rank=1), task, None, validation, stream)
     run.check_questions()
 
 

@@ -21,28 +21,10 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
+import harness
 import pytest
 import torch
-from harness import (
-    ROOT,
-    arguments,
-    assert_same,
-    change_json,
-    finish,
-    grade_by_text,
-    load_run,
-    make_config,
-    program,
-    read_jsonl,
-    read_rows,
-    save_adapter,
-    saved_weights,
-    set_rates,
-    start,
-    train,
-    with_ranks,
-    write_questions,
-)
+from harness import ROOT, arguments, assert_same, change_json, finish, program, start, train
 from safetensors.torch import load_file, save_file
 
 import main
@@ -102,10 +84,10 @@ def go_on(rotary_model_folder, settings) -> Callable[..., int | None]:
     ) -> int | None:
         given = arguments(folder, rotary_model_folder, *settings, *overrides)
         with pytest.MonkeyPatch.context() as patch:
-            grade_by_text(patch)
+            harness.grade_by_text(patch)
             if rates is not None:
-                set_rates(patch, rates)
-            run = load_run(load_config(given))
+                harness.set_rates(patch, rates)
+            run = harness.load_run(load_config(given))
             if breaks is not None:
                 break_at(patch, run, *breaks)
             try:
@@ -175,7 +157,7 @@ def test_a_broken_run_goes_on_bit_for_bit(name, go_on, unbroken, tmp_path):
         breaks = (place, step, fault)
         assert go_on(tmp_path, FOUR, first, breaks=breaks) == status
         assert last_state(tmp_path).step == saved
-        rows = read_jsonl(tmp_path / "x/metrics.jsonl")
+        rows = harness.read_jsonl(tmp_path / "x/metrics.jsonl")
         moments = [(row["step"], "eval" if "eval/pass@1" in row else "train") for row in rows]
         assert last_row == (moments[-1] if moments else None)
     assert go_on(tmp_path, FOUR, RARELY) == 0
@@ -216,7 +198,7 @@ def test_two_ranks_broken_again_and_again_end_as_the_unbroken_ones(
         (first / "struck").unlink(missing_ok=True)
         given = program(first, rotary_model_folder, *settings, THREE, fault=fault)
         log = first / "log"
-        assert finish(start(given, *with_ranks(2, *option.split()), log=log)) == [1]
+        assert finish(start(given, *harness.with_ranks(2, *option.split()), log=log)) == [1]
         output = log.read_text(errors="replace")
         assert (first / "struck").exists()
         assert all(text in output for text in said), (fault, output)
@@ -263,7 +245,7 @@ def best_of(run: Path) -> tuple[float, int]:
 
 def told_of(copy: Path) -> tuple[float, int]:
     """The best score and its step that a run which goes on from there knows, and would sum up."""
-    config, logger = make_config("checkpoint.resume=auto"), SimpleNamespace(warning=print)
+    config, logger = harness.make_config("checkpoint.resume=auto"), SimpleNamespace(warning=print)
     run = SimpleNamespace(folder=copy / "x", config=config, logger=logger, state=State())
     _, saved = resume.find_saved(run)
     run.lock.close()
@@ -280,7 +262,7 @@ def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
 
     Its card, and what the run that goes on sums up, have the score and the step of best.json.
     """
-    adapter = save_adapter(tmp_path / "adapter", rotary_model_folder)
+    adapter = harness.save_adapter(tmp_path / "adapter", rotary_model_folder)
     given = [f"model.name={adapter}", TWO, EVALUATE]
     whole, folder = tmp_path / "whole", tmp_path / "copies"
     how = {"fault": {"do": "copy", "to": str(folder)}}
@@ -321,7 +303,7 @@ def three_steps(tmp_path_factory, rotary_model_folder, begin) -> Path:
     """A folder with a model, with questions, and with an unbroken run of three steps."""
     folder = tmp_path_factory.mktemp("three")
     shutil.copytree(rotary_model_folder, folder / "model")
-    write_questions(folder / "questions.jsonl")
+    harness.write_questions(folder / "questions.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert begin(rates=RATES) == 0
@@ -514,7 +496,7 @@ def test_a_best_model_that_is_gone_is_replaced_by_the_next(parts, begin, capsys)
     checkpoint.remove(parts / "best/model.safetensors")
     assert begin(rates=[0.1, 0.0, 0.4, 0.2]) == 0
     assert "best is gone" in capsys.readouterr().out
-    best, last = (saved_weights(parts / name) for name in ("best", "checkpoints/last"))
+    best, last = (harness.saved_weights(parts / name) for name in ("best", "checkpoints/last"))
     assert all(torch.equal(best[name], last[name]) for name in last)
 
 
@@ -549,5 +531,5 @@ def test_a_full_disk_is_logged_and_the_run_goes_on(tmp_path, go_on, capsys):
     assert output.count("nothing saved at step") >= 3  # best/ at 0, checkpoints at 1 and 2
     assert "checkpoint.keep" in output
     assert "there is no model in" in output  # the summary claims nothing else
-    assert len(read_rows(tmp_path / "x")) == 3
+    assert len(harness.read_rows(tmp_path / "x")) == 3
     assert not list((tmp_path / "x/checkpoints").iterdir())

@@ -15,15 +15,7 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import (
-    NUMBERS,
-    make_config,
-    make_policy,
-    make_run,
-    make_task,
-    read_jsonl,
-    saved_weights,
-)
+from harness import NUMBERS, make_config, make_policy, make_run, make_task, read_jsonl
 from huggingface_hub import ModelCard
 from reference import ROUNDING, Recorder, distance, row_log_probs
 
@@ -220,7 +212,7 @@ def test_it_writes_a_plain_model_from_which_a_run_goes_on(
     assert [some["step"] for some in (first, *steps, last)] == [0, 1, 2, 3, 3]
     assert all(some["train/loss"] > 0 for some in steps)
     assert [some["train/lr"] for some in steps] == pytest.approx([4e-4, 8e-4, 12e-4])
-    before, after = saved_weights(rotary_model_folder), saved_weights(folder)
+    before, after = harness.saved_weights(rotary_model_folder), harness.saved_weights(folder)
     assert before.keys() == after.keys()
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all(name.endswith("_proj.weight") for name in moved) if lora else moved == {*before}
@@ -316,4 +308,4 @@ def test_after_a_signal_what_it_has_trained_is_written(tmp_path, begin, monkeypa
     if step > 0:
         assert [some["step"] for some in read_jsonl(folder / "imitation.jsonl")] == [0, 1]
         assert "after step 1, and not measured" in (folder / "README.md").read_text()
-        assert saved_weights(folder)
+        assert harness.saved_weights(folder)

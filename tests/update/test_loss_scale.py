@@ -10,17 +10,7 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import (
-    CPU,
-    arguments,
-    grade_by_text,
-    load_run,
-    make_config,
-    make_policy,
-    measure,
-    read_rows,
-    run_on_ranks,
-)
+from harness import CPU, arguments, grade_by_text, load_run, make_config, read_rows
 from reference import EASY, GRPO, HARD, IN_TWO, Recorder, config_of, make_groups, weights_of
 from test_update import AT_ONCE, IN_BLOCKS, RATE
 from torch import nn
@@ -42,7 +32,7 @@ def prepared(folder: Path, *options: str, world: World | None = None, scale: flo
     """A run in float16 whose loss scale is `scale`."""
     options = [*GRPO, FLOAT16, "training.learning_rate=1e-3", *options]
     config = config_of(*options, f"training.micro_batch_tokens={IN_TWO}")
-    run = harness.make_run(make_policy(folder, *options, world=world), config, world=world)
+    run = harness.make_run(harness.make_policy(folder, *options, world=world), config, world=world)
     scaler = run.policy.grad_scaler
     scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
     return run
@@ -118,7 +108,7 @@ def updates_of_unlike_ranks(world: World, folder: Path) -> list[tuple]:
 
 
 def test_all_ranks_halve_the_scale_that_is_too_high_on_one(rotary_model_folder, tmp_path):
-    ranks = run_on_ranks(updates_of_unlike_ranks, 2, rotary_model_folder, folder=tmp_path)
+    ranks = harness.run_on_ranks(updates_of_unlike_ranks, 2, rotary_model_folder, folder=tmp_path)
     for (outcome, scale, weights), other in zip(*ranks, strict=True):
         assert (outcome, scale) == other[:2] == ("OVERFLOWED", INIT_SCALE / 2)
         assert np.isfinite(weights).all() and np.array_equal(weights, other[2])
@@ -193,7 +183,7 @@ def test_a_run_keeps_the_dtype_that_was_chosen_for_its_first_processor(
             assert again.is_resumed and again.policy.sampler.model.dtype == expected
             again.lock.close()
             best = f"model.name={run.folder / 'best'}"
-            found, _ = measure(load_run(load_config([*settings, best, "mode=evaluate"])))
+            found, _ = harness.measure(load_run(load_config([*settings, best, "mode=evaluate"])))
             step = run.state.best_step
             logged = {k: v for k, v in read_rows(run.folder)[step].items() if k in found}
             assert logged == {name: found[name] for name in logged} and "eval/reward" in logged
