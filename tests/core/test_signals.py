@@ -28,10 +28,9 @@ def first():
 SEND_TWO = """
 kill = f"kill -INT {os.getpid()}"
 subprocess.Popen(["sh", "-c", f"sleep 0.3; {kill}; sleep 1.1; {kill}"])"""
-# What a process does once it catches signals, and its exit status
+# What a process does once it catches signals
 PROGRAMS = {
-    "a forked child is terminated": (
-        """
+    "a forked child is terminated": """
 fork = multiprocessing.get_context("fork")
 for _ in range(20):  # right behind the fork too, before the child has its handlers back
     child = fork.Process(target=time.sleep, args=(60,))
@@ -40,10 +39,7 @@ for _ in range(20):  # right behind the fork too, before the child has its handl
     child.join()
     assert child.exitcode == -signal.SIGTERM
 assert watch.first == 0""",
-        0,
-    ),
-    "a child, forked or executed, lives through a Ctrl-C": (
-        """
+    "a child, forked or executed, lives through a Ctrl-C": """
 executed = subprocess.Popen(["sleep", "0.3"])
 forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.3,))
 forked.start()
@@ -51,39 +47,30 @@ for child in (executed, forked):
     os.kill(child.pid, signal.SIGINT)
 forked.join()
 assert executed.wait() == forked.exitcode == 0""",
-        0,
-    ),
-    "two SIGTERM change nothing": (
-        "send(signal.SIGTERM, signal.SIGTERM, seconds_between=1.1)\nassert first() == 15",
-        0,
-    ),
-    "one Ctrl-C that torchrun passes on is one": (
-        "send(signal.SIGINT, signal.SIGINT, seconds_between=0.1)\nassert first() == signal.SIGINT",
-        0,
-    ),
-    "a second Ctrl-C ends it in a loop of C code": (
-        f"""{SEND_TWO}
+    "two SIGTERM change nothing": """
+send(signal.SIGTERM, signal.SIGTERM, seconds_between=1.1)
+assert first() == signal.SIGTERM""",
+    "one Ctrl-C that torchrun passes on is one": """
+send(signal.SIGINT, signal.SIGINT, seconds_between=0.1)
+assert first() == signal.SIGINT""",
+    "a second Ctrl-C ends it in a loop of C code": f"""{SEND_TWO}
 import hashlib
 hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)""",
-        130,
-    ),
-    "a second Ctrl-C ends it in a sum whose partner is away": (
-        f"""
+    "a second Ctrl-C ends it in a sum whose partner is away": f"""
 import threading, torch, torch.distributed as dist
 store, groups = dist.HashStore(), {{}}
 def join(rank): groups[rank] = dist.ProcessGroupGloo(store, rank, 2)
 threading.Thread(target=join, args=(1,)).start()
 join(0){SEND_TWO}
 groups[0].allreduce([torch.ones(1)]).wait()""",
-        130,
-    ),
-    "once it is left a signal ends it": ("watch.stop()\nsend(signal.SIGTERM)\ntime.sleep(5)", -15),
+    "once it is left a signal ends it": "watch.stop()\nsend(signal.SIGTERM)\ntime.sleep(5)",
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_signals(name, python):
-    program, status = PROGRAMS[name]
+    program = PROGRAMS[name]
+    status = 130 if "a second Ctrl-C" in name else -15 if "a signal ends it" in name else 0
     how = {"cwd": ROOT, "env": ENVIRONMENT, "capture_output": True, "text": True, "timeout": 60}
     # The quick python has an earlier import's hooks around forks: it serves where torch is needed.
     interpreter = python if "torch.distributed" in program else sys.executable
