@@ -144,6 +144,8 @@ def peak_bytes(profiler: profile) -> int:
 SIZES = {"hidden_size": 32, "intermediate_size": 64}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4}
 FAR_FROM_UNIFORM = {"initializer_range": 0.2}  # so that a mistake shows
+ROTARY = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+LONGROPE = {"rope_parameters": ROTARY | {"rope_theta": 10_000.0}}  # of heads of 8
 TURNS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -179,9 +181,8 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
     _, *phrases, _ = re.split(r"{\w+}|\n", prompt)
     answers = [f"<answer>{number}</answer>" for number in NUMBERS]
     core.add_tokens(["</think>\n", *phrases, *answers])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>", model_max_length=1024
-    )
+    tokens = {"eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=1024, **tokens)
 
 
 def chatty(tokenizer: PreTrainedTokenizerFast, template: str = TURNS) -> PreTrainedTokenizerFast:
@@ -418,9 +419,8 @@ def listener(on_progress: Callable[[int], None], once: Log = lambda line: None) 
 
 def loop_of(policy: Policy) -> str:
     """The name of the decode loop that samples."""
-    return next(
-        name for name, loop in LOOPS.items() if loop is (policy.sampler.loop or main.generate)
-    )
+    loop = policy.sampler.loop or main.generate
+    return next(name for name in LOOPS if LOOPS[name] is loop)
 
 
 def load_rows(
@@ -735,9 +735,7 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
     parts = sorted(folder.glob("training_state/part-*"))
     if not parts:
         return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    return {
-        f"{part.stem}: {key}": value for part in parts for key, value in load_file(part).items()
-    }
+    return {f"{p.stem}: {name}": value for p in parts for name, value in load_file(p).items()}
 
 
 def what_is_left(folder: Path) -> tuple[dict, list[dict], list[str]]:

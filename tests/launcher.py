@@ -23,9 +23,7 @@ from harness import install_grading
 import countdown
 import main as program
 
-FILE_EVENTS = {
-    *("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
-}
+EVENTS = ("open", "os.mkdir", "os.rename", "os.symlink", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
 def kill_other(folder: Path, event: str, arguments: tuple) -> None:
@@ -45,7 +43,7 @@ class Copier:
 
     def __call__(self, event: str, arguments: tuple) -> None:
         is_ours = event != "open" or str(arguments[0]).startswith(str(self.folder))
-        if event not in FILE_EVENTS or not is_ours or self.is_copying:
+        if event not in EVENTS or not is_ours or self.is_copying:
             return
         self.is_copying = True
         copy = self.copies / f"{next(self.numbers):04d}" / "x"

@@ -81,13 +81,10 @@ BYTES = {  # of a token's keys and values in fp32, and of a row's states
 
 
 def test_the_readme_says_what_a_family_can_do(family, policy, graphs):
-    """Its row: fast path, captured, chunked head, LoRA, 4 bits.
-
-    Bug: the estimate counted keys in recurrent layers, which have none, and failed on Gemma 4.
-    """
+    """Bug: the estimate counted keys in recurrent layers, of which none has any; Gemma 4 failed."""
     name, folder, overrides = family
     assert name not in BYTES or kept_bytes(policy.sampler.model) == BYTES[name]
-    can = [
+    can = [  # fast path, captured, chunked head, LoRA, 4 bits
         harness.loop_of(policy) == "grouped",
         supports_grouped(policy.sampler.model, CapturedSteps),
         isinstance(policy.scorer, ChunkedScorer),
@@ -101,11 +98,7 @@ def test_the_readme_says_what_a_family_can_do(family, policy, graphs):
     assert Graph.num_captures == can[1]  # one capture, or a refusal before any
 
 
-ROTARY = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-LONGROPE = {"rope_parameters": ROTARY | {"rope_theta": 10_000.0}}
-LONGROPE |= {"original_max_position_embeddings": 64}
-
-
+LONGROPE = harness.LONGROPE | {"original_max_position_embeddings": 64}
 CONTEXTS = [("train", 64, "that is its context in training")]
 CONTEXTS += [("evaluate", 256, "beyond it a text depends on the rows beside it")]
 

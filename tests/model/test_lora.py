@@ -261,25 +261,21 @@ def test_an_adapter_is_evaluated_on_its_base(finished, tmp_path, monkeypatch):
 EVALUATE, TRAIN = ["mode=evaluate"], ["model.load_in_4bit=false", "model.lora=null"]
 AT = "base_model.model.model"
 EMBEDDINGS = f"{AT}.embed_tokens.weight"
+NO_FIT = "does not fit its base model"
 SPOILT = {  # what is made of an adapter's weights or set in its config, and what is said of it
     "a layer less": (
         lambda weights: {k: weights[k] for k in weights if "layers.1.mlp.up" not in k},
-        f"does not fit its base model, as at {AT}.layers.1.mlp.up_proj",
+        f"{NO_FIT}, as at {AT}.layers.1.mlp.up_proj",
     ),
     "of a deeper model": (
-        lambda weights: (
-            weights | {k.replace("layers.1", "layers.7"): weights[k].clone() for k in weights}
-        ),
-        f"does not fit its base model, as at {AT}.layers.7.mlp.down_proj",
+        lambda weights: weights | {k.replace("s.1", "s.7"): weights[k].clone() for k in weights},
+        f"{NO_FIT}, as at {AT}.layers.7.mlp.down_proj",
     ),
     "more embeddings": (
         lambda weights: weights | {EMBEDDINGS: torch.zeros(346, 32)},
         f"size mismatch for {EMBEDDINGS}",
     ),
-    "no head": (
-        {"modules_to_save": ["lm_head"]},
-        "does not fit its base model: 'base_model.model.lm_head.weight'",
-    ),
+    "no head": ({"modules_to_save": ["lm_head"]}, f"{NO_FIT}: 'base_model.model.lm_head.weight'"),
     # bugs: "not NoneType"; "need to have sentencepiece"; "Repo id must be in the form"
     "no base": ({"base_model_name_or_path": None}, "its base is not named, but must"),
     "on an adapter": ({"base_model_name_or_path": "HERE"}, "adapter, but must be a whole model"),
@@ -366,10 +362,7 @@ def test_an_adapter_of_embeddings_that_are_the_head_is_not_merged(absolute_model
 
 
 def own_tokenizer(adapter: Path, *, begin: str = "", end: str = "", **tokens: str) -> str:
-    """Save a tokenizer beside an adapter; returns its chat template.
-
-    The `tokens` are new: its base has no embeddings of them.
-    """
+    """Save a tokenizer beside an adapter whose base lacks the `tokens`; gives its chat template."""
     tokenizer = harness.train_tokenizer()
     tokenizer.add_special_tokens(tokens)
     message = begin + "{{ m.content }}" + end

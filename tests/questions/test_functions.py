@@ -161,8 +161,6 @@ FORMS = {
     "async object": OBJECT.format("async ", "columns, await nap()"),
     "partial": "def f(one, **columns): return pay(columns)\nown = functools.partial(f, 1)",
 }
-
-
 # Of the first question and of the second, to which `other` does not apply
 PAID = [{"own": 0.5, "other": 0.25, "long": 0.5}, {"own": 0.5, "other": None, "long": 0.5}]
 WORTH = {"own": 1.0, "other": 2.0, "long": 4.0, "timeout": 0.0}
@@ -210,10 +208,8 @@ def test_a_function_is_called_alike_in_every_form_and_place(folder, form, names)
 def test_async_functions_have_one_loop_for_all_steps_which_a_hung_thread_does_not_hold(
     folder, monkeypatch
 ):
-    """Bugs: a lock or client at module level ended the run in its second evaluation.
-
-    Then what a call had left open, here a task, was cancelled behind its step.
-    """
+    """Bugs: a lock or client at module level ended the run in its second evaluation; then what a
+    call had left open, here a task, was cancelled behind its step."""
     (folder / "judges.py").write_text(USERS["judges"])
     module = import_file(folder / "judges.py")
     for _ in range(2):
@@ -269,9 +265,8 @@ def test_a_run_ends_where_nothing_can_bring_what_its_judge_awaits(folder, monkey
     (folder / "loses.py").write_text(USERS["loses"])
     assert paid("loses:collected")[0][0] == {"collected": 1.0, "timeout": 0.0}
     for name in ("unheld", "held"):
-        with pytest.raises(
-            RewardError, match=r"waits, .*work\(\).* has no attribute 'no_such_key'"
-        ):
+        says = r"waits, .*work\(\).* has no attribute 'no_such_key'"
+        with pytest.raises(RewardError, match=says):
             paid(f"loses:{name}")
     for kind in ("timer", "thread", "pool", "pipe", "processor"):
         monkeypatch.setitem(KINDS[0], "kind", kind)
@@ -359,10 +354,8 @@ def typed(prompts, price, code, n, level, **kwargs):
 
 
 def test_what_a_csvs_row_is_does_not_depend_on_its_file(folder, tokenizer, capsys):
-    """Bug: numbers were made per file, so an "n/a" let questions that were held out be trained on.
-
-    And 9.50 was asked as 9.5.
-    """
+    """Bugs: numbers were made per file, so an "n/a" let questions that were held out be trained on;
+    9.50 was asked as 9.5."""
     (folder / "typed.py").write_text(TYPED)
     head = "q,price,code,n,level,\n"
     (folder / "train.csv").write_text(f"{head}1,9.50,007,1,2,a\n2,8,1e7,,3,b\n")

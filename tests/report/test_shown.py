@@ -204,9 +204,9 @@ def first_lines(run: Run, call: SimpleNamespace) -> set[str]:
     """What is said before the first evaluation, by what that samples."""
     lengths, model = [*map(len, call.prompts)], run.policy.model
     mean, num = sum(lengths) / len(lengths), len(run.stream.questions)
+    prompts = f"prompts of validation questions: {mean:.0f} tokens on average"
     lines = {
-        f"prompts of validation questions: {mean:.0f} tokens on average, {max(lengths)} the long"
-        "est",
+        f"{prompts}, {max(lengths)} the longest",
         f"{num} training questions",
         f"logits of a micro-batch: {512 * model.config.vocab_size / 1e6:.1f} MB, made at once",
         f"{sum(p.numel() for p in model.parameters()):,} weights, on 1 x cpu; results in x",
@@ -291,10 +291,8 @@ def transcript(run: Run) -> list[str]:
     best = max(scores, key=lambda step: scores[step][f"eval/{metric}"])  # the first of equals
     check_card(run, scores, best, metric)
     first, last, highest = (scores[step][f"eval/{metric}"] for step in (0, 3, best))
-    said = (
-        f"{metric} {first:.3f} at the start, {last:.3f} after step 3; best {highest:.3f} at step "
-    )
-    return [*lines, f"{said}{best}, chosen on these same validation questions"]
+    said = f"{metric} {first:.3f} at the start, {last:.3f} after step 3; best {highest:.3f} at"
+    return [*lines, f"{said} step {best}, chosen on these same validation questions"]
 
 
 def check_rollouts(run: Run, step: int) -> None:
@@ -315,10 +313,8 @@ def check_card(run: Run, scores: dict[int, dict], best: int, metric: str) -> Non
     assert kept == {"best": score, "best_step": best, "best_by": by}
     readme = (run.folder / "best/README.md").read_text().splitlines()
     assert f"{metric} {score:.3f} after step {best}." in readme and len(readme) <= 4
-    untrained, rates = (
-        "{:.3f} | {:.3f} to {:.3f} |".format(*(scores[n][f"eval/pass@1{end}"] for end in ENDS))
-        for n in (0, best)
-    )
+    rates_of = lambda n: [scores[n][f"eval/pass@1{end}"] for end in ENDS]  # noqa: E731
+    untrained, rates = ("{:.3f} | {:.3f} to {:.3f} |".format(*rates_of(n)) for n in (0, best))
     lines = [f"| before training | {untrained}", f"| this model, after step {best} | {rates}"]
     lines = lines if best > 0 else [f"| this model, before training | {rates}"]
     lines += [f"5 validation questions, {validation.best_of_n} samples each,"]
@@ -340,10 +336,8 @@ def report(run: Run, calls: list) -> list[str]:
     num, best_of = len(run.validation_questions), run.config.validation.best_of_n
     assert len(calls) == 1 + (run.config.validation.temperature > 0)
     (folder,) = run.folder.glob("eval-*")
-    row, rows = (
-        json.loads((folder / "metrics.json").read_text()),
-        read_jsonl(folder / "samples.jsonl"),
-    )
+    row = json.loads((folder / "metrics.json").read_text())
+    rows = read_jsonl(folder / "samples.jsonl")
     best = json.loads((run.folder / "best/best.json").read_text())
     logged = read_jsonl(run.folder / "metrics.jsonl")
     (before,) = (r for r in logged if (r["step"], "eval/reward" in r) == (best["best_step"], True))

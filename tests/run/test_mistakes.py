@@ -4,6 +4,7 @@ The tables say what is given, and what must stand in the line: " ... " is any te
 HERE the folder in which main.py is started.
 """
 
+import asyncio
 import json
 import logging
 import os
@@ -182,12 +183,8 @@ def reward_function(completion, example, *, options, num_tokens):
 """
 
 
-async def fails_to_await(*arguments: object) -> None: ...
-
-
 TRAINS_ON = 'def load_examples(_, split, **how): return [{"q": "2"}] if split != "train" else '
 PAYS = "def reward_function(*_, **how): return "
-NO_LIST = ": load_examples must return a list of dicts"
 NO_REWARD = ": reward_function must return a dict with a number for each of answer, length"
 
 IN_A_TASK = {  # code at the end of the task, and what is said after the file's name
@@ -227,7 +224,7 @@ def test_a_mistake_in_a_task_is_one_line_with_file_and_line(code, own_task, star
     start(*own_task, says=said if said.startswith("a.csv") else f"HERE/own.py{said}")
 
 
-WRONG = [None, 3, 1.5, "text", b"bytes", ["a", 1], ("a", 1), {1: 2}, object(), fails_to_await]
+WRONG = [None, 3, 1.5, "text", b"bytes", ["a", 1], ("a", 1), {1: 2}, object(), asyncio.sleep]
 
 
 @pytest.mark.parametrize("name", [name for name in vars(Contract) if not name.startswith("_")])

@@ -83,9 +83,8 @@ def test_the_example_by_numbers_is_what_main_computes():
     prompt = countdown.generate_prompt(question, options=config.task)
     assert "\n".join(message["content"] for message in prompt) + "\n" in posed
     policy = make_policy(ROOT / "tiny")
-    (prompt_ids,) = encode_prompts(
-        [question], task=load_task(config.task), tokenizer=policy.tokenizer
-    )
+    how = {"task": load_task(config.task), "tokenizer": policy.tokenizer}
+    (prompt_ids,) = encode_prompts([question], **how)
     group, log_probs = [], []
     for text in texts:
         token_ids = [*policy.tokenizer.encode(f"\n{text}"), *policy.params.eos_ids]

@@ -57,7 +57,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 # On one rank, in this process
 
-
 MEMORY: dict[Path, dict] = {}  # of the last start of each folder's run
 
 
@@ -168,7 +167,6 @@ def test_a_broken_run_goes_on_bit_for_bit(name, go_on, unbroken, tmp_path):
 
 # On several ranks, each a process
 
-
 IN_REWARD = f"\nerror: {ROOT}/countdown.py: it raised RuntimeError: it fails here"
 RESTARTED = ["error: torchrun has", "start the command again, it resumes"]
 OTHERS_END = ["in sample_trajectories", "by peer"]  # of which nobody should read
@@ -221,7 +219,6 @@ def test_two_ranks_broken_again_and_again_end_as_the_unbroken_ones(
 
 
 # A kill at every file event leaves what is on the disk at that moment: a copy is made before each
-
 
 EVALUATE, RISING = "validation.every=1", [0.1, 0.2, 0.3]  # so that each step replaces best/
 

@@ -108,9 +108,9 @@ def test_where_a_run_is_follows_from_all_that_has_happened():
                 steps.append((position, *event))
         skipped = [outcome in (Outcome.BROKEN, Outcome.OVERFLOWED) for _, outcome, _ in steps]
         moved = [i for i, (*_, is_moved) in enumerate(steps, 1) if is_moved]
-        judged = "".join(
-            "x" if o is Outcome.BROKEN else "." for _, o, _ in steps if o is not Outcome.OVERFLOWED
-        )
+        sound = [i for i, is_skipped in enumerate(skipped, 1) if not is_skipped]
+        marks = {Outcome.BROKEN: "x", Outcome.OVERFLOWED: ""}
+        judged = "".join(marks.get(outcome, ".") for _, outcome, _ in steps)
         expected = State(
             step=len(steps),
             position=steps[-1][0] if steps else 0,
@@ -118,9 +118,7 @@ def test_where_a_run_is_follows_from_all_that_has_happened():
             last_score=[None, *scores.values()][-1],
             skipped_steps=sum(skipped),
             skipped_in_a_row=len(judged) - len(judged.rstrip("x")),
-            changed_at=max(
-                [0, *moved, *(i for i, is_skipped in enumerate(skipped, 1) if not is_skipped)]
-            ),
+            changed_at=max([0, *moved, *sound]),
             evaluated_at=max(scores, default=-1),
             has_trained=bool(moved),
             is_saved=event == "saved",

@@ -140,9 +140,8 @@ def test_a_step_that_waits_for_a_value_or_would_not_replay_is_not_captured(
 ):
     """Bug: torch does not clean up after a failed capture, and soon runs out of memory."""
     model = make_policy(rotary_model_folder).sampler.model.eval()
-    waits = model.lm_head.register_forward_hook(
-        lambda module, args, logits: logits + logits.max().item()
-    )
+    wait = lambda module, args, logits: logits + logits.max().item()  # noqa: E731
+    waits = model.lm_head.register_forward_hook(wait)
     assert supports_grouped(model)
     assert not supports_grouped(model, CapturedSteps)
     assert Graph.num_captures == 0
@@ -278,10 +277,9 @@ def test_a_batch_has_room_for_the_prompts_and_their_new_tokens():
         return [None] * (len(prompts) * params.group_size)
 
     params = replace(PLAIN, max_new_tokens=12, group_size=2)
+    prompts = PromptBatch(RAGGED, SEEDS[:4])
     sampler = SimpleNamespace(decode=decode)
-    batches.decode_in_batches(
-        sampler, PromptBatch(RAGGED, SEEDS[:4]), params, 84, listener(print), generate=None
-    )
+    batches.decode_in_batches(sampler, prompts, params, 84, listener(print), generate=None)
     assert decoded == [[9, 5], [3, 1]]  # 4 rows of 9 + 12 tokens, then 5 of 3 + 12
 
 

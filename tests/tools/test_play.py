@@ -26,8 +26,6 @@ JUDGE = """(cases) => cases.map(([text, nums, target]) => {
   const {format, answer} = judge(text, {nums, target});
   return {format, answer};
 })"""
-
-
 PEEK = """() => [...document.querySelectorAll(".token")].map((token) => {
   peek(token);
   const box = byId("peek"), [place] = token.getClientRects();

@@ -88,12 +88,10 @@ def test_in_bf16_many_lengths_have_few_shapes(rotary_model_folder, monkeypatch):
         seen.clear()
 
 
-ROTARY = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
-LONGROPE = {"rope_parameters": ROTARY | {"rope_theta": 10_000.0}}
-LONGROPE |= {"original_max_position_embeddings": 50}
+FIFTY = {"original_max_position_embeddings": 50, "max_position_embeddings": 100}
 ENDING = {  # models whose positions end, or turn otherwise, behind the fiftieth
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 50},
-    "phi3": SIZES | LONGROPE | {"max_position_embeddings": 100},
+    "phi3": SIZES | harness.LONGROPE | FIFTY,
 }
 
 

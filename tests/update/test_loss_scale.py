@@ -52,10 +52,8 @@ def update(run: Run, *, factor: float) -> tuple[Update, np.ndarray]:
 def test_an_update_is_the_same_at_every_loss_scale_that_fits(
     rotary_model_folder, monkeypatch, limit, max_bytes
 ):
-    """Bit for bit, where the norm is limited too; that it is right is in test_update.py.
-
-    A smaller scale loses small gradients. A larger one overflows: it is halved, and costs a step.
-    """
+    """Bit for bit, where the norm is limited too. A smaller scale loses small gradients; a larger
+    one overflows: it is halved, and costs a step. That it is right is in test_update.py."""
     monkeypatch.setattr("engine.model.policy.MAX_LOGITS_BYTES", max_bytes)
     hot = "sampling.temperature=4"  # logits that are close to each other have gradients that are
     run = prepared(rotary_model_folder, hot, f"training.max_grad_norm={limit}", scale=1.0)
@@ -200,9 +198,8 @@ def test_auto_takes_float16_only_where_numbers_stay_within(rotary_model_folder, 
     model.save_pretrained(tmp_path)
     for folder, expected in ((rotary_model_folder, torch.float16), (tmp_path, torch.float32)):
         config, lines = make_config(f"model.name={folder}", f"model.lora={lora}"), []
-        model, _, dtype = load_model_and_tokenizer(
-            config, CPU, lines.append, compute_dtype=torch.float16
-        )
+        how = {"log": lines.append, "compute_dtype": torch.float16}
+        model, _, dtype = load_model_and_tokenizer(config, CPU, **how)
         assert dtype == expected
         assert model.dtype == (torch.float32 if lora == "null" else expected)
         assert any("float32 is used" in line for line in lines) == (expected == torch.float32)

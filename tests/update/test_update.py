@@ -288,11 +288,8 @@ def test_whatever_comes_of_an_update_the_sampler_has_its_weights(
 
     Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights.
     """
-    options = [
-        *GRPO,
-        "training.skip_truncated=true",
-        f"model.compute_dtype={str(dtype).removeprefix('torch.')}",
-    ]
+    compute_dtype = f"model.compute_dtype={str(dtype).removeprefix('torch.')}"
+    options = [*GRPO, "training.skip_truncated=true", compute_dtype]
     policy = make_policy(rotary_model_folder, *options)
     config, accumulate = config_of(*options, "training.num_iterations=3"), main.accumulate_gradients
     optimizer, outcomes = make_optimizer(policy.model, config.training), []

@@ -20,9 +20,7 @@ from main import assign_advantages
 README, DOCS = ((ROOT / name).read_text() for name in ("README.md", "docs/tasks.md"))
 (RLOO,) = re.findall(r"```python\n(def rloo.*?)```", README, re.DOTALL)
 (CLIP,) = re.findall(r"```python\n(def clip_higher.*?)```", DOCS, re.DOTALL)
-MY_ALGO = (
-    f"import torch\n{RLOO}\n{CLIP}"
-    + """
+OWN = """
 def by_length(rewards, lengths, truncated, parts, **kwargs):
     return rewards / lengths + 10 * parts["answer"].nan_to_num(7) + 100 * truncated
 
@@ -69,12 +67,11 @@ def sharp(log_probs, old_log_probs, *args, **kwargs):
 def constant(log_probs, *args, **kwargs):
     return log_probs.detach()
 """
-)
 
 
 @pytest.fixture(autouse=True)
 def my_algo(tmp_path, monkeypatch):
-    (tmp_path / "my_algo.py").write_text(MY_ALGO)
+    (tmp_path / "my_algo.py").write_text(f"import torch\n{RLOO}\n{CLIP}{OWN}")
     monkeypatch.chdir(tmp_path)
 
 
@@ -107,9 +104,7 @@ def test_a_loss_of_ours_that_a_user_writes_moves_the_weights_as_ours(
     rotary_model_folder, teacher_folder, own
 ):
     """Of our three passes the first is REINFORCE, PPO's is not: its ratio is 1, so all agree.
-
-    A gradient of exactly 0 makes no step: AdamW would move the weights on by its averages.
-    """
+    A gradient of exactly 0 makes no step: AdamW would move the weights on by its averages."""
     weights, is_taught = [], own == "distill"
     options = ["training.num_iterations=3", "training.dppo_delta=0.001"]
     if is_taught:
