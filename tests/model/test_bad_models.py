@@ -137,10 +137,8 @@ def ruin_after(monkeypatch: pytest.MonkeyPatch, step: int, rate: float) -> None:
 def test_a_model_that_goes_nan_ends_the_run_and_the_last_good_checkpoint_is_kept(
     make_model, answers, tmp_path, train, monkeypatch, rate, every, saved
 ):
-    """Bug: each skipped step saved the ruined weights again, until no good checkpoint was left.
-
-    Bug: logits of NaN are sampled as if all were 0; by luck that solved more than the model.
-    """
+    """Bugs: each skipped step saved the ruined weights again, until no good checkpoint was left;
+    logits of NaN are sampled as if all were 0, and by luck that solved more than the model."""
     model, run = make_model(answers), tmp_path / "runs/x"
     overrides = [f"checkpoint.every={every}", f"checkpoint.keep={len(saved)}"]
     overrides += ["validation.every=1", "training.max_skipped_steps=3", "training.num_steps=20"]

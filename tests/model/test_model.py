@@ -101,10 +101,8 @@ def written(policy: Policy, text: str) -> str:
 
 
 def test_a_completion_ends_where_the_chat_template_ends_a_turn(chat_folder):
-    """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit.
-
-    One that is cut off has no end token to leave out: it would lose its answer's last digit.
-    """
+    """Bug: Qwen2.5-3B closes its answer with <|im_end|>, and went on to the length limit. One that
+    is cut off has no end token to leave out: it would lose its answer's last digit."""
     policy = make_policy(chat_folder)
     assert policy.params.eos_ids == tuple(policy.tokenizer.encode("<|end|><|im_end|>"))
     answer = "12 </think>\n<answer>12</answer>"

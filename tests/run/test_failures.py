@@ -51,9 +51,7 @@ def learn_from_the_other(world: World) -> tuple[list, str]:
 
 def test_all_ranks_learn_of_a_signal_to_one_and_of_a_mistake_of_rank_0(tmp_path):
     """They are asked once a step. Who goes on would wait for rank 0 in the next sum, for long.
-
-    Bug: the status of a rank that was not sent the signal itself was always SIGTERM's.
-    """
+    Bug: the status of a rank that was not sent the signal itself was always SIGTERM's."""
     ranks = run_on_ranks(learn_from_the_other, 2, folder=tmp_path)
     expected = [[0, 0, [[4.0], [1.0]], 0, 0, INT, 130], [0, 1, [[4.0], [1.0]], 0, INT, 130]]
     assert [known for known, _ in ranks] == expected

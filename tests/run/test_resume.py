@@ -255,10 +255,8 @@ DRAWN = os.environ.get("GRPO_TEST_KILLS", "0")  # four events, drawn by this wor
 def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
     tmp_path, rotary_model_folder, settings, go_on, capsys
 ):
-    """From an adapter, whose sum with its base is kept; best.json and checkpoints never fall.
-
-    Its card, and what the run that goes on sums up, have the score and the step of best.json.
-    """
+    """From an adapter, whose sum with its base is kept; best.json and checkpoints never fall. Its
+    card, and what the run that goes on sums up, have the score and the step of best.json."""
     adapter = harness.save_adapter(tmp_path / "adapter", rotary_model_folder)
     given = [f"model.name={adapter}", TWO, EVALUATE]
     whole, folder = tmp_path / "whole", tmp_path / "copies"

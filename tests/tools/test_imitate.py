@@ -160,9 +160,7 @@ def test_each_rank_imitates_its_own_share_of_the_shuffled_answers(
     rotary_model_folder, answers, monkeypatch
 ):
     """12 rows, in two steps of two ranks or one, in an order by the seed and not as in the file.
-
-    And each step's seconds are its own, also where there was one before it.
-    """
+    And each step's seconds are its own, also where there was one before it."""
     chosen, run, lines = choose(rotary_model_folder, answers)
     run.config = make_config("training.num_steps=2", "training.num_samples_per_step_global=6")
     seen: list[int] = []

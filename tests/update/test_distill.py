@@ -39,9 +39,7 @@ def test_a_teacher_of_other_tokens_or_fewer_is_refused_without_its_weights(
     rotary_model_folder, teacher_folder, tmp_path
 ):
     """Two of its tokens have changed places; then a token that is sampled has no embedding there.
-
-    Bug: of the latter came an IndexError in the first step, or on a GPU a device's assertion.
-    """
+    Bug: of the latter came an IndexError in the first step, or on a GPU a device's assertion."""
     model, other = tmp_path / "model", tmp_path / "teacher"
     for folder, copied in ((rotary_model_folder, model), (teacher_folder, other)):
         shutil.copytree(folder, copied)

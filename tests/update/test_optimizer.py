@@ -52,9 +52,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_the_rest(model_folder):
 @pytest.mark.timeout(240)
 def test_a_run_in_two_parts_is_the_unbroken_one(tmp_path, rotary_model_folder, data):
     """On three ranks, of which rank 0 reads the checkpoint; the KL is to the model of the start.
-
-    DDP reorders gradients after the first backward pass; sums of three then round otherwise.
-    """
+    DDP reorders gradients after the first backward pass; sums of three then round otherwise."""
     settings = [*MUON, "training.kl_coef=0.5", *data]
     assert_resumes(tmp_path, rotary_model_folder, *settings, num_ranks=3)
     _, *rows = read_rows(tmp_path / "parts/x")

@@ -108,10 +108,8 @@ def load_and_save(world: World, model: Path, folder: Path, again: Path) -> int:
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(absolute_model_folder, tmp_path, data):
-    """And with the same number bit for bit.
-
-    Rank 1 finds a folder in the place of its part, as on a full disk.
-    """
+    """And with the same number bit for bit. Rank 1 finds a folder in its part's place, as on a full
+    disk."""
     whole = tmp_path / "whole"
     keys = [*data, SHARD, "training.warmup_steps=0", "training.kl_coef=0.1"]
     keys += ["training.micro_batch_tokens=200"]  # several passes on each rank
