@@ -52,10 +52,9 @@ OPTIONAL = {"vllm", "peft", "bitsandbytes", "datasets", "mlflow", "wandb", "pand
 OPTIONAL |= {"engine.sampling.vllm", "engine.sampling.graphs", "engine.questions.environment"}
 OPTIONAL |= {"engine.sampling.calculator", "engine.model.adapters", "engine.update.shards"}
 OPTIONAL |= {"engine.update.head", "engine.update.losses", "engine.update.advantages"}
-OPTIONAL |= {"engine.report.boards"}
-OPTIONAL |= {"engine.questions.reward_functions", "tasks.guess"}
+OPTIONAL |= {"engine.questions.reward_functions", "engine.report.boards", "engine.run.merge"}
 OPTIONAL |= {"engine.update.user_algorithm", "engine.sampling.stop_texts"}
-OPTIONAL |= {"engine.run.merge", "tasks.lengths", "tasks.gsm8k"}
+OPTIONAL |= {"tasks.guess", "tasks.lengths", "tasks.gsm8k"}
 
 RUNS = table("core/runs.yaml")
 PROGRAM = """

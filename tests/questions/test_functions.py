@@ -44,6 +44,8 @@ from tools import attack, chat, imitate
 USERS = harness.table("questions/users.yaml")
 KINDS = [{"prompt": "1?", "kind": "math"}, {"prompt": "late?", "kind": "code"}]
 ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
+ZEROS = np.zeros(2, np.float32)
+DRAWN = Completion([1, 2], ZEROS, ZEROS, False, ZEROS > 0)
 
 
 @pytest.fixture(autouse=True)
@@ -88,10 +90,6 @@ def test_one_more_reward_leaves_the_files_words_and_what_is_left_out_is_named(fo
         assert (task.prompt, task.reward_weights["answer"]) == (prompt, weight)
         said = capsys.readouterr().out
         assert said.startswith(f"left out of own.yaml: {lost}") if lost else said == ""
-
-
-ZEROS = np.zeros(2, np.float32)
-DRAWN = Completion([1, 2], ZEROS, ZEROS, False, ZEROS > 0)
 
 
 def test_solved_is_the_answer_else_the_first_function():

@@ -15,15 +15,13 @@ from engine.core.config import Config, dotted_values
 from engine.run.config_file import load_config
 
 CONFIGS = {file.stem: file for file in sorted(ROOT.glob("configs/*.yaml"))}
+SOURCES = table("run/recipes.yaml")
+# "#   training.learning_rate  1e-6 (source: unknown): why"
+NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
 
 
 def load(name: str, *overrides: str) -> Config:
     return load_config(["--config", str(CONFIGS[name]), *overrides])
-
-
-# "#   training.learning_rate  1e-6 (source: unknown): why"
-NAMED = re.compile(r"^#   (\w+\.[\w.]+)  (\S+) \(source: ([^)]*)\)", re.MULTILINE)
-SOURCES = table("run/recipes.yaml")
 
 
 @pytest.mark.parametrize("name", SOURCES | CONFIGS)

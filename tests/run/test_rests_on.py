@@ -48,19 +48,17 @@ def flip_a_bit(file: Path, position: int) -> None:
         os.pwrite(opened.fileno(), bytes([byte ^ 1]), position)
 
 
-READ = [("config.json", ONE), ("tokenizer.json", ONE), ("tokenizer_config.json", ONE)]
-READ += [("model.safetensors", LORA), ("model.safetensors", KL)]
-NOT_READ = [("model.safetensors", ONE), ("README.md", LORA)]  # a checkpoint has newer weights
-
-
 def test_a_change_in_what_a_resumed_run_reads_of_its_model_is_seen(model):
+    read = [("config.json", ONE), ("tokenizer.json", ONE), ("tokenizer_config.json", ONE)]
+    read += [("model.safetensors", LORA), ("model.safetensors", KL)]
+    unread = [("model.safetensors", ONE), ("README.md", LORA)]  # a checkpoint has newer weights
     (model / "README.md").write_text("of no matter")
-    for name, override in READ + NOT_READ:
+    for name, override in read + unread:
         config, file = make_config(f"model.name={model}", override), model / name
         before = of_model(config)
         assert of_model(config) == before
         flip_a_bit(file, file.stat().st_size // 2)
-        assert (of_model(config) != before) == ((name, override) in READ), name
+        assert (of_model(config) != before) == ((name, override) in read), name
 
 
 def test_large_weights_are_sampled_all_over(model):

@@ -88,11 +88,6 @@ def attend_by_2d_mask(module, query, key, value, attention_mask, **settings):
     return sdpa_attention_forward(module, query, key, value, mask, **settings)
 
 
-POISON = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3}  # greedy
-POISON |= {"min_p": 0.3, "eos_token_id": 0}
-POISON |= {"suppress_tokens": [*range(2, 345, 2)]}  # a field that nobody thinks of
-
-
 @pytest.mark.parametrize(
     ("model_folder", "way"),
     [("rotary", way) for way in WAYS] + [("absolute", way) for way in [*WAYS][:3]],
@@ -109,7 +104,10 @@ def test_what_is_drawn_is_what_one_plain_forward_pass_gives(
     loop = "generate" if backend == "generate" else "grouped"
     overrides = [f"sampling.backend={loop}", f"model.attn_implementation={attention}"]
     folder = shutil.copytree(model_folder, tmp_path / "poisoned")
-    transformers.GenerationConfig(**POISON).save_pretrained(folder)
+    poison = {"do_sample": True, "temperature": 0.1, "top_k": 1, "repetition_penalty": 1.3}
+    poison |= {"min_p": 0.3, "eos_token_id": 0}
+    poison |= {"suppress_tokens": [*range(2, 345, 2)]}  # a field that nobody thinks of
+    transformers.GenerationConfig(**poison).save_pretrained(folder)
     policy = make_policy(folder, *overrides, is_exact=attention != "eager")
     assert loop_of(policy) == loop  # a model that the probe refuses would be sampled otherwise
     ends = set()

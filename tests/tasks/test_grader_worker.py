@@ -121,9 +121,6 @@ def become_honest(worker: Worker) -> None:
     worker.stop()
 
 
-LONGEST = "\0" * MAX_LEAF_CHARS  # six bytes each in JSON
-
-
 @pytest.fixture
 def make_fake() -> Iterator[Callable[..., Worker]]:
     workers = []
@@ -140,9 +137,10 @@ def make_fake() -> Iterator[Callable[..., Worker]]:
 @pytest.mark.parametrize("name", FAKES)
 def test_a_worker_that_talks_nonsense_is_replaced(name: str, make_fake):
     worker = make_fake(FAKES[name], ready="" if name == "no start" else READY)
+    longest = "\0" * MAX_LEAF_CHARS  # six bytes each in JSON
     for _ in range(2):
         with pytest.raises(WorkerLost):
-            ask(worker, LONGEST, LONGEST, timeout_s=0.2)
+            ask(worker, longest, longest, timeout_s=0.2)
         assert worker.process is not None, "another one is there"
     become_honest(worker)
     assert ask(worker, "1", "1") is True

@@ -45,14 +45,12 @@ def test_an_expression_is_paid_for_its_value_and_its_numbers_alone():
         assert score(text, nums, value + Fraction(1, 10**9)) == 0.0, text
 
 
-PIECES = ("a", "\n", "</think>", "</think>\n<answer>", "<answer>", "</answer>", "</ANSWER>")
-
-
 def test_format_reward_is_that_of_the_published_regex():
     """^<think>.*?</think>\\n<answer>.*?</answer>$, or 0.1 and 0.5 for its two blocks."""
+    pieces = ("a", "\n", "</think>", "</think>\n<answer>", "<answer>", "</answer>", "</ANSWER>")
     blocks = "<think>.*?</think>", "<answer>.*?</answer>"
     forms = (*blocks, "^{}\n{}$".format(*blocks))
-    for text in map("".join, product(PIECES, repeat=5)):
+    for text in map("".join, product(pieces, repeat=5)):
         think, answer, both = (re.search(f, f"<think>{text}", re.DOTALL) for f in forms)
         paid = 1.0 if both else 0.1 * bool(think) + 0.5 * bool(answer)
         assert countdown.format_reward_function(text) == paid, text

@@ -20,6 +20,9 @@ from engine.questions.tasks import is_in_split
 from engine.sampling.arithmetic import value_of
 from tasks import arithmetic, gsm8k, math500
 
+generate = partial(load_rows, countdown, "generated")
+SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
+
 
 def test_a_prompt_poses_the_question_and_what_it_shows_is_paid():
     options, example = countdown.Options(), {"nums": [3, 7, 25], "target": 46}
@@ -77,10 +80,6 @@ def test_countdown_reads_and_divides_as_engine_does_though_it_imports_nothing_of
 def value_or_none(reader, tokens: list[str]) -> Fraction | None:
     with contextlib.suppress(ValueError, ZeroDivisionError):
         return reader(tokens)
-
-
-generate = partial(load_rows, countdown, "generated")
-SMALL_SPACE = {"max_numbers": 3, "max_number": 3, "min_target": 1, "max_target": 9}
 
 
 @pytest.mark.parametrize(("task", "num_train"), [(countdown, 13_000), (arithmetic, 3_576)])

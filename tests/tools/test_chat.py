@@ -61,15 +61,13 @@ def test_what_streams_is_what_is_rewarded(monkeypatch):
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
 
 
-TALK = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
 def test_a_chat_model_without_a_task_just_talks(tmp_path, call, monkeypatch):
     """With the turns before, and no reward. Where a task is named, its question form stays."""
     monkeypatch.chdir(tmp_path)
     best, prompts, generate = tmp_path / "x/best", [], chat.generate
     shutil.copytree(ROOT / "tiny", best)
-    (best / "chat_template.jinja").write_text(TALK)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    (best / "chat_template.jinja").write_text(template)
 
     def note(model, some, seeds, params, **others):
         (completion,) = completions = generate(model, some, seeds, params, **others)
@@ -117,10 +115,8 @@ def test_the_settings_are_those_given_or_of_the_models_run_or_of_the_folder(tmp_
 
 
 def test_a_config_that_was_found_has_no_code_run(tmp_path, monkeypatch):
-    """Bug: the config.yaml beside a downloaded model could set trust_remote_code or a task.
-
-    Or functions that pay. Either it is refused, or it is left out; no report's page imports it.
-    """
+    """Bug: the config.yaml beside a downloaded model could set trust_remote_code, a task, or
+    functions that pay. Either it is refused, or it is left out; no report's page imports it."""
     (tmp_path / "x/best").mkdir(parents=True)
     (tmp_path / "x/metrics.jsonl").touch()
     (tmp_path / "evil.py").write_text("raise SystemExit('its code has run')")

@@ -41,6 +41,8 @@ WAYS = {
     "three ranks": (3, "absolute", 45, AT_ONCE),
     "three shards": (3, "rotary", 150, IN_BLOCKS, SHARD, CHECKPOINTING),
 }
+RATE = 1.0  # of the steps between two passes
+C = 4  # roundings of the largest logit that 16 bits may cost an update
 # The groups of each rank. They make another number of micro-batches on each, and the third rank has
 # nothing to train on, unless there is a reference; where truncated rows are skipped, they differ.
 SHARES = {
@@ -53,10 +55,6 @@ SHARES = {
 def groups_of(config: Config, num_ranks: int, rank: int) -> list[tuple]:
     cut = reference.TRUNCATED if config.training.skip_truncated else reference.NO_LESSON
     return [cut if group is reference.NO_LESSON else group for group in SHARES[num_ranks][rank]]
-
-
-RATE = 1.0  # of the steps between two passes
-C = 4  # roundings of the largest logit that 16 bits may cost an update
 
 
 @pytest.fixture
@@ -171,10 +169,8 @@ CASES += [(options, "one by one") for options in ONE_BY_ONE_TOO]
 
 @pytest.mark.parametrize(("options", "way"), CASES)
 def test_an_update_equals_the_reference(folders, options, way):
-    """In fp64; in 16 bits the first pass does, to C roundings of the largest logit.
-
-    In a later pass the rounding also decides which tokens are clipped.
-    """
+    """In fp64; in 16 bits the first pass does, to C roundings of the largest logit; in a later one
+    the rounding also decides which tokens are clipped."""
     found, expected = compare(alone(), folders, options, way)
     check(options, way, found, expected)
     if options == "dppo":  # masks tokens in its first pass, too
