@@ -120,17 +120,14 @@ def test_an_option_that_the_chat_template_does_not_read_is_refused(chat_folder):
         make_policy(chat_folder, "task.template_options={thinks: true}")
 
 
-TEMPLATES = {  # what a template ends a turn with
-    TURNS.replace("<|im_end|>", "\n <|im_end|>"): "<|im_end|>",  # white space before it
-    TURNS.replace("<|im_end|>", " Over."): None,  # no special token
-    TURNS.replace("m.content", "'Hello.'"): None,  # the turn is not in the text
-    "{{ raise_exception('no assistant') }}": None,
-}
-
-
 def test_the_end_of_a_turn_is_what_the_template_writes_behind_it(chat_folder):
     tokenizer = load_tokenizer(make_config(f"model.name={chat_folder}"), lambda line: None)
-    for template, token in TEMPLATES.items():
+    for template, token in (
+        (TURNS.replace("<|im_end|>", "\n <|im_end|>"), "<|im_end|>"),  # white space before it
+        (TURNS.replace("<|im_end|>", " Over."), None),  # no special token
+        (TURNS.replace("m.content", "'Hello.'"), None),  # the turn is not in the text
+        ("{{ raise_exception('no assistant') }}", None),
+    ):
         tokenizer.chat_template = template
         assert end_of_turn(tokenizer) == (token and tokenizer.convert_tokens_to_ids(token))
 

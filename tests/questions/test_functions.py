@@ -314,17 +314,15 @@ def test_what_is_blank_is_blank_wherever_it_is_read(blank, folder):
             refused()
 
 
-ALONG = np.cos(np.pi * np.arange(10) / 10)
-LENGTH_REWARDS = {  # of completions of 1, 2, 8, 9 and 10 tokens, at most 10, the first two right
-    "soft_overlong": [0, 0, 0, -0.5, -1],
-    "shorter": [-1 / (1 + np.e), -np.e / (1 + np.e), None, None, None],
-    "cosine": [*1.5 + 0.5 * ALONG[1:3], *-5 - 5 * ALONG[8:10], -10],
-}
-
-
 def test_length_rewards_are_those_of_their_formulas():
+    """Of completions of 1, 2, 8, 9 and 10 tokens, at most 10, the first two right."""
     columns = {"completion_ids": [[0] * n for n in (1, 2, 8, 9, 10)], "max_completion_length": 10}
-    for name, expected in LENGTH_REWARDS.items():
+    along = np.cos(np.pi * np.arange(10) / 10)
+    for name, expected in (
+        ("soft_overlong", [0, 0, 0, -0.5, -1]),
+        ("shorter", [-1 / (1 + np.e), -np.e / (1 + np.e), None, None, None]),
+        ("cosine", [*1.5 + 0.5 * along[1:3], *-5 - 5 * along[8:10], -10]),
+    ):
         (_, function) = make_task(f"lengths:{name}").functions[name]
         given = function(**columns, rewards={"mine": [1.0, 1.0, 0.0, None, 0.5]})
         for value, right in zip(given, expected, strict=True):

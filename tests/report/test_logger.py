@@ -53,18 +53,15 @@ def logged_steps(folder: Path) -> tuple[list[int], ...]:
     return tuple([row["step"] for row in read_jsonl(folder / name)] for name in FILES[:2])
 
 
-DAMAGED = {  # 5,000 digits are a number that Python refuses to read
-    b"\xff\n": "is not JSON: 'utf-8' codec",
-    b"9" * 5_000 + b"\n": "is not JSON",
-    b"[" * 200_000 + b"\n": "is not JSON",
-    b"7\n": "no object with a step",
-}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_of_a_resumed_run_is_named(tmp_path, name):
     """The traceback did not say which file it was."""
-    for line, problem in DAMAGED.items():
+    for line, problem in (
+        (b"\xff\n", "is not JSON: 'utf-8' codec"),
+        (b"9" * 5_000 + b"\n", "is not JSON"),  # a number that Python refuses to read
+        (b"[" * 200_000 + b"\n", "is not JSON"),
+        (b"7\n", "no object with a step"),
+    ):
         (tmp_path / name).write_bytes(b'{"step": 0}\n' + line)
         with pytest.raises(ValueError, match=f"{name}: .*{problem}"):
             start(tmp_path, resume_step=1)

@@ -151,23 +151,21 @@ def test_checkpoints_are_kept_as_the_config_says_and_what_a_killed_save_left_goe
     assert (tmp_path / "last").resolve() == tmp_path / "step-000005"
 
 
-DAMAGES = [
-    (Path.unlink, "config.json"),
-    (lambda file: os.truncate(file, 3), "training_state/files.json"),
-    (lambda file: os.truncate(file, 3), "model.safetensors"),  # of 4 bytes
-    (lambda file: file.write_text('{"a": 3}'), "training_state/files.json"),
-]
-
-
 def test_whichever_checkpoints_are_damaged_the_newest_whole_ones_are_used_and_kept(tmp_path):
     """Those newer than the one that is used are named; none that is damaged is counted."""
+    damages = [
+        (Path.unlink, "config.json"),
+        (lambda file: os.truncate(file, 3), "training_state/files.json"),
+        (lambda file: os.truncate(file, 3), "model.safetensors"),  # of 4 bytes
+        (lambda file: file.write_text('{"a": 3}'), "training_state/files.json"),
+    ]
     for number, is_damaged in enumerate(itertools.product((False, True), repeat=4)):
         root, keep, warnings = tmp_path / str(number), 1 + number % 3, []
         saved = [save(root, step, keep=None) for step in range(1, 5)]
         for place, folder in enumerate(saved):
             (folder / ".DS_Store").write_text("")  # what others have put there is no damage
             if is_damaged[place]:
-                damage, name = DAMAGES[(number + place) % 4]
+                damage, name = damages[(number + place) % 4]
                 damage(folder / name)
         whole = [folder for folder, is_out in zip(saved, is_damaged, strict=True) if not is_out]
         damaged = [folder for folder in saved if folder not in whole]

@@ -27,9 +27,7 @@ OURS = (ROOT / "tests/run/output.txt").read_text().splitlines()
 
 def test_each_line_that_a_newcomers_commands_print_is_ours(tmp_path):
     """Bug: torch's IMPORTANT on `broadcast_buffers` was lines 7 to 10 of the first output.
-
-    All warnings are shown, which PYTHONWARNINGS=error would raise; an import's: test_imports.py.
-    """
+    All warnings are shown, which PYTHONWARNINGS=error would raise; an import's: test_imports.py."""
     strange = []
     for name, (num_ranks, script, given) in COMMANDS.items():
         log = tmp_path / f"{name}.log"

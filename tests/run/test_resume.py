@@ -249,9 +249,6 @@ def told_of(copy: Path) -> tuple[float, int]:
     return (-1, 0) if saved is None else (saved.state.best, saved.state.best_step)
 
 
-DRAWN = os.environ.get("GRPO_TEST_KILLS", "0")  # four events, drawn by this word; or "all"
-
-
 def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
     tmp_path, rotary_model_folder, settings, go_on, capsys
 ):
@@ -273,7 +270,8 @@ def test_a_kill_at_any_file_event_costs_no_more_than_its_step(
     assert len(differing) > 20
     moments = zip(copies, scores, steps, strict=True)
     assert not [c for c, best, step in moments if step > 0 and told_of(c) != best]
-    for copy in differing if DRAWN == "all" else Random(DRAWN).sample(differing, 4):
+    word = os.environ.get("GRPO_TEST_KILLS", "0")  # draws four events; or "all"
+    for copy in differing if word == "all" else Random(word).sample(differing, 4):
         assert go_on(copy, *given, rates=RISING) == 0
         assert "; best 0.300 at step 2, chosen" in capsys.readouterr().out
         assert_same(whole, copy)

@@ -55,23 +55,20 @@ def test_a_teacher_of_other_tokens_or_fewer_is_refused_without_its_weights(
         make_policy(model, *distilling(other))
 
 
-STUDENTS = {"teacher_revision": "b", "compute_dtype": "float16", "attn_implementation": "eager"}
-STUDENTS |= {"name": "student", "teacher": "teacher", "revision": "a", "trust_remote_code": True}
-STUDENTS |= {"gradient_checkpointing": True, "shard": True, "lora": LoraSettings(r=3)}
-STUDENTS |= {"load_in_4bit": True}
-SHARED = {"compute_dtype", "attn_implementation", "trust_remote_code", "teacher"}
-SHARED |= {"teacher_revision"}  # these two name it
-
-
 def test_each_key_of_the_students_settings_is_shared_or_the_teachers_own(tmp_path):
     """Of its base, if it is an adapter, each is shared but the name and the revision."""
-    student, plain = ModelSettings(**STUDENTS), ModelSettings()
+    given = {"compute_dtype": "float16", "attn_implementation": "eager", "trust_remote_code": True}
+    given |= {"teacher": "teacher", "teacher_revision": "b"}  # which name it
+    shared = {*given}
+    given |= {"name": "student", "revision": "a", "load_in_4bit": True, "lora": LoraSettings(r=3)}
+    given |= {"gradient_checkpointing": True, "shard": True}
+    student, plain = ModelSettings(**given), ModelSettings()
     assert not [key for key, value in plain if getattr(student, key) == value]
     own = {"name": "teacher", "revision": "b", "gradient_checkpointing": False}  # off, as null is
     teacher = of_teacher(make_config().replace(model=student))
     for key, value in teacher.model:
         usual = getattr(plain, key)
-        assert value == (getattr(student, key) if key in SHARED else own.get(key, usual)), key
+        assert value == (getattr(student, key) if key in shared else own.get(key, usual)), key
     assert teacher.mode == "evaluate"  # nothing of it is trained
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/tmp"}')
     base = find_base(student.replace(name=str(tmp_path)))

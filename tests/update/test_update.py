@@ -281,9 +281,7 @@ def test_whatever_comes_of_an_update_the_sampler_has_its_weights(
     rotary_model_folder, monkeypatch, dtype
 ):
     """Bit for bit, in 16 bits; a pass may be broken behind one that has moved the weights.
-
-    Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights.
-    """
+    Bug: rows that skip_truncated takes out had weight 0, and AdamW still moved the weights."""
     compute_dtype = f"model.compute_dtype={str(dtype).removeprefix('torch.')}"
     options = [*GRPO, "training.skip_truncated=true", compute_dtype]
     policy = make_policy(rotary_model_folder, *options)
