@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -126,6 +127,8 @@ def watch(patch: pytest.MonkeyPatch, runs: list[Run]) -> list[SimpleNamespace]:
         return groups
 
     patch.setattr(main, "decode_in_batches", decoded)
+    assign = main.assign_advantages  # a step's seconds are then not those of its rollout
+    patch.setattr(main, "assign_advantages", lambda *given: time.sleep(0.15) or assign(*given))
     return calls
 
 
