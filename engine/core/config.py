@@ -579,7 +579,7 @@ def impossible(config: Config, num_ranks: int) -> Iterator[tuple[str, str]]:
         yield "model.shard", "an adapter's base is not trained; write false, or lora: null"
     if config.sampling.backend == "vllm" and model.load_in_4bit:
         yield "sampling.backend", "vLLM would sample from weights of 16 bits, not 4; write grouped"
-    if config.mode == "evaluate":
+    if not config.is_training:
         return  # the others are only read in training
     k = training.num_best
     n = training.group_size

@@ -31,7 +31,7 @@ def run_name(config: Config) -> str:
 
 def run_folder(config: Config) -> Path:
     """The folder of this run; of an evaluated model that of the run that made it, if possible."""
-    if config.mode == "evaluate" and config.run.name is None:
+    if not config.is_training and config.run.name is None:
         folder = run_that_made(config.model.name)
         if folder and os.access(folder, os.W_OK):
             return folder

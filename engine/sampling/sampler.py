@@ -129,7 +129,7 @@ def supports_grouped(
     except torch.OutOfMemoryError:  # a RuntimeError too
         raise
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        log(f"{type(error).__name__}: {error}")
+        log(f"{error!r:.300}")
         return False
 
 

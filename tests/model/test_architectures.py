@@ -74,7 +74,7 @@ def test_a_token_is_drawn_and_scored_as_one_plain_forward_pass_of_its_row_says(p
 
 
 def test_the_readme_says_what_a_family_can_do(family, policy, graphs):
-    """Bug: the estimate counted keys in recurrent layers, of which none has any; Gemma 4 failed."""
+    """Bug: the estimate counted keys in recurrent layers, which have none, and Gemma 4 failed."""
     name, folder, overrides = family
     num_bytes = {  # of a token's keys and values in fp32, and of a row's states
         "Gemma 4": (2 * 2 * (8 + 16) * 4, 0),  # 2 of 4 layers share: heads of 8, of 16 elsewhere

@@ -334,8 +334,6 @@ ADDS = "{% if messages[0].role != 'system' %}<system>Help.</system>\n{% endif %}
 JOINS = "{% if messages[0].role == 'system' %}{% set messages = [{'role': 'user', 'content': "
 JOINS += "messages[0].content + '\n\n' + messages[1].content}] + messages[2:] %}{% endif %}"
 SYSTEMS = {"keeps": "", "refuses": REFUSES, "drops": DROPS, "adds": ADDS, "joins": JOINS}
-
-
 STYLES = [*((name, {}) for name in ROWS), ("gsm8k", {"prompt_style": "tags"})]
 
 

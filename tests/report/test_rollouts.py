@@ -60,7 +60,7 @@ def test_the_texts_of_tokens_join_to_the_completion(tokenizer):
 
 
 def test_a_line_holds_the_groups_completions_best_first(run, tokenizer):
-    """A token's weight is that of the formula, on two ranks too, of which one passes once more."""
+    """A token's weight is the formula's; a pass added for another rank says nothing of it."""
     group = [trajectory([5, 6, 7], 0.25, advantage=-0.75), trajectory([8, 9], advantage=1 / 3)]
     trained = MicroBatch(group[1:], None, None, None, torch.tensor([[1 / 7, 0.0]]), None)
     run.world.size = 2

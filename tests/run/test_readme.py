@@ -193,7 +193,8 @@ def test_every_command_that_needs_no_gpu_and_every_cell_of_the_notebook_work_as_
     assert first.size == second.size
     assert report.startswith("<div><iframe") and "run.name" in report and "advantage" in report
     printed = capsys.readouterr().out
-    assert printed.count("--- after step 1:") in (1, 2, 3) and "\x1b[43m" in printed
+    told = (names["changed"] or names["first"])[:3]
+    assert printed.count("--- after step 1:") == len(told) > 0 and "\x1b[43m" in printed
 
 
 def test_the_notebooks_outputs_are_of_one_run_without_errors_and_name_no_machines_paths():
