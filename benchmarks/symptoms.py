@@ -3,9 +3,9 @@
     python benchmarks/ablations.py --lab symptoms --seeds 0 1 2    # results/symptoms.csv
     python benchmarks/symptoms.py                                  # the tables of symptoms.md
 
-The rules are those that guides publish, and what our runs warn of. A run of hard.csv is broken if
-it ends below half of the default's pass@1, sound from 0.3 on, else left out; one of symptoms.csv is
-so by what it is. The tables replace what is below `---` in results/symptoms.md.
+The rules are those that guides publish, and our own. A run of hard.csv is broken if it ends below
+half of the default's pass@1, sound from 0.3 on, else left out; one of symptoms.csv by what it is.
+The tables replace what is below `---` in results/symptoms.md.
 """
 
 import itertools
@@ -95,6 +95,7 @@ RULES = [
     Rule("20% of the tokens are clipped", "train/clip_frac", DOCTOR, above(0.2), above(3)),
     Rule("validation falls, reward rises", "eval/pass@1", DOCTOR, falls_as_reward_rises),
     Rule("sampler 0.1 from trainer", "train/sampler_mismatch", "slime", above(0.1), above(3)),
+    Rule("sampler 0.01 from trainer", "train/sampler_mismatch", "our remark", above(0.01)),
     Rule("our warning of a collapse", "train/collapsed", "ours", above(1)),
 ]
 
@@ -127,9 +128,8 @@ def table(broken: dict[str, DataFrame], sound: dict[str, DataFrame], rules: list
             at = sorted(step for step in found.values() if step < math.inf)
             when = f"{at[0]:g} to {at[-1]:g}" if at else ""
             rows = [(name.rpartition("-s")[0], step < math.inf) for name, step in found.items()]
-            always = ", ".join(sorted({row for row, _ in rows if (row, False) not in rows}))
-            says = [rule.says, rule.source, form]
-            lines.append([*says, counted(found), when, counted(cried), always])
+            each = ", ".join(sorted({row for row, _ in rows if (row, False) not in rows}))
+            lines.append([rule.says, rule.source, form, counted(found), when, counted(cried), each])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

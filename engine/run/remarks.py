@@ -51,7 +51,7 @@ def remark_at_start(run: Run) -> None:
 
 
 def remark_on_step(run: Run, metrics: Metrics, questions: Questions, groups: Groups) -> None:
-    """On parts of the reward that are paid but weigh 0, equal rewards, and completions."""
+    """On parts that are paid but weigh 0, equal rewards, another sampler, and completions."""
     for part, weight in run.config.task.reward_weights.items():
         is_unpaid = weight == 0 and metrics.get(f"train/part_{part}", 0) != 0
         if is_unpaid and part not in default_weights(run.task.functions):
@@ -79,6 +79,14 @@ def remark_on_step(run: Run, metrics: Metrics, questions: Questions, groups: Gro
             f"every group's rewards were equal so far, the last {trajectory.reward:g}: nothing can "
             f"be learned from that; a completion ends with {trajectory.text[-60:]!r}: look at "
             "task.reward, task.prompt and training.max_new_gen_tokens",
+        )
+    is_exact = run.policy.compute_dtype == torch.float32
+    if (gap := metrics.get("train/sampler_mismatch", 0)) > (0.01 if is_exact else 0.1):
+        remark(
+            run,
+            "mismatch",
+            f"sampler and trainer disagree by {gap:.2g} nats a token, where rounding makes "
+            f"{'1e-6' if is_exact else '0.01'}: is it the same model, temperature and mask?",
         )
     remark_on_completions(run, metrics, "train", questions, groups)
 
@@ -119,18 +127,15 @@ def remark_on_evaluation(run: Run, metrics: Metrics, questions: Questions, group
     remark_on_completions(run, metrics, "eval", questions, groups)
     if run.world.is_main and run.state.step >= FEW_STEPS:
         remark_on_parts(run)
-    if "answer" in run.task.REWARD_PARTS:
-        paid = [t.reward_parts["answer"] or 0.0 for group in groups for t in group]
-        mine = [sum(0 < part < 1 for part in paid), sum(part >= 1 for part in paid)]
-        num_partly, num_right = run.world.sum(mine).tolist()
-        if num_partly > 0 and num_right == 0:
+    if metrics["eval/pass@1"] == 0 and "eval/part_answer" in metrics:
+        if metrics["eval/part_answer"] > 0:
             remark(
                 run,
                 "partly",
                 "the part answer was above 0 and never 1, so nothing counts as solved: let it pay "
                 "1 for what is right, or set validation.best_by=reward",
             )
-        elif num_right == 0 and run.state.step == 0 and run.logger.folder:  # not as it imitates
+        elif run.state.step == 0 and run.logger.folder:  # not as it imitates
             remark(
                 run,
                 "unsolved",

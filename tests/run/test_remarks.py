@@ -44,6 +44,7 @@ CASES = {
     "nothing unpaid": (f"{ONE} {WORDS}", {"unsolved"}, None),
     "a part unweighed": (f"{ONE} {WORDS} task.prompt_style=tags", {"weight of integer"}, None),
     "a rate too low": (f"{ONE} training.learning_rate=1e-12", {"rate", "unsolved"}, None),
+    "another sampler": (f"{OWN} task.reward=mine:answer", {"mismatch"}, 0),
     "a tenth of a rounding": (f"{ONE} {BF16} training.learning_rate=1e-4", {"unsolved"}, None),
 }
 
@@ -67,6 +68,9 @@ def test_a_run_says_once_what_keeps_it_from_learning(
         with pytest.raises(RewardError, match="log_metric: collapsed is the run's own: rename"):
             main.run_training(run)
         return
+    if name == "another sampler":
+        score = main.CompletionScorer.forward
+        monkeypatch.setattr(main.CompletionScorer, "forward", lambda *a, **b: score(*a, **b) + 0.02)
     given = main.run_training(run)
     assert status is None or given == status
     remarks = read_jsonl(run.folder / "remarks.jsonl")
@@ -74,6 +78,7 @@ def test_a_run_says_once_what_keeps_it_from_learning(
     assert kinds <= {*found} and len(found) == len({*found})
     assert any("weight of" in kind for kind in found) == (name == "a part unweighed")
     assert ("zero answer" in found) == (name == "never earned")
+    assert ("mismatch" in found) == (name == "another sampler")
     assert ("rate" in found) == (name == "a rate too low")
     rows = read_rows(run.folder)
     assert all(row.get("train/reward", 0) <= 1 and row.get("eval/reward", 0) <= 1 for row in rows)
