@@ -24,8 +24,8 @@ benchmarks/symptoms.py reads them.
 The lab "smollm2" asks whether the claims hold for SmolLM2-135M-Instruct, which adds numbers. It
 begins from a model that imitated forty written answers (FOLDER is the model's: see
 configs/arithmetic-smollm2.yaml). "smollm2-tuning" is its pilot: the default for longer, on 64 sums
-that neither split of the lab has, of which the first evaluation between 0.5 and 0.85 from step 16
-on (a sampler refreshed every eighth step is then refreshed twice) says how many steps a run has.
+that neither split of the lab has. The lab's runs end at its first evaluation between 0.5 and 0.85
+from step 16 on: before, a sampler refreshed every eighth step has been refreshed once at most.
 
     python -m tools.imitate FOLDER results/smollm2-answers.jsonl --steps 10 --learning-rate 1e-5 \
         --out runs/smollm2-warm task.name=arithmetic "task.system_prompt=You add numbers." \
