@@ -71,6 +71,7 @@ LABS = {
     "smollm2": [
         "model.name=runs/smollm2-warm",
         "model.attn_implementation=eager",
+        "model.compute_dtype=float32",  # as on the pilot's CPU, on any
         "task.name=arithmetic",
         "task.system_prompt=You add numbers.",
         "training.num_samples_per_step=4",
