@@ -158,7 +158,7 @@ LABELS = {
     "lr-x2": "learning rate doubled",
     "lr-x4": "learning rate times 4",
     "kl-0.02": "KL penalty of 0.02",
-    "sil-1": "sil, the best of 16",
+    "sil-1": "sil, the best of each group",
     "sil-4": "sil, the 4 best of 16",
     "sil-1-unequal": "sil, groups of equals left out",
     "muon": "Muon instead of AdamW",
