@@ -71,7 +71,7 @@ LABS = {
     "smollm2": [
         "model.name=runs/smollm2-warm",
         "model.attn_implementation=eager",
-        "model.compute_dtype=float32",  # as on the pilot's CPU, on any
+        "model.compute_dtype=float32",  # as the pilot; auto is bfloat16 on some CPUs
         "task.name=arithmetic",
         "task.system_prompt=You add numbers.",
         "training.num_samples_per_step=4",
